@@ -1,10 +1,10 @@
-"""Measure the seconds of one exchange while Ok-Topk's optimisations are switched off one by one.
+"""Measure the time of an exchange with Ok-Topk's optimisations switched off one by one.
 
     python benchmarks/ablations.py [--lab 1gbit]     (writes benchmarks/ablations.md; about 5 minutes)
 
-All of them are measured on virtual ranks, with rotation and bucketing (section 3.1.1, Figure 2)
-separately and together. Bucketing is also measured on eight processes, over loopback and, with --lab, on
-shaped links (Linux, root).
+All optimisations are measured on virtual ranks; rotation and bucketing (section 3.1.1, Figure 2)
+are measured separately and together. Bucketing is also measured on eight processes, over loopback
+and, with --lab, on shaped links (Linux, root).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def spread(rank: int, world_size: int) -> torch.Tensor:
 
 
 def clustered(rank: int, world_size: int) -> torch.Tensor:
-    """Return normal values in the first n / P elements and zeros elsewhere, so one region holds all."""
+    """Return normal values in the first n / P elements and zeros elsewhere: all in one region."""
     values = torch.zeros(SIZE)
     width = max(SIZE // world_size, K)
     values[:width] = spread(rank, world_size)[:width]
@@ -68,7 +68,7 @@ ROWS = {
 
 
 def seconds(make, world_size: int, *, gamma: float = 0.0, **options) -> float:
-    """Return the virtual seconds of any exchange after the first, which agrees on the regions."""
+    """Return the virtual seconds of an exchange after the first one, which agrees on the regions."""
     collectives = [OkTopk(**options) for _ in range(world_size)]
     vectors = [Exact().select(make(rank, world_size), K, 0) for rank in range(world_size)]
     links = Links(LINKS.alpha, LINKS.beta, gamma)
@@ -84,7 +84,7 @@ def seconds(make, world_size: int, *, gamma: float = 0.0, **options) -> float:
 
 
 def optimisations() -> list[str]:
-    """Return the table of all optimisations, each switched off separately."""
+    """Return the table of optimisations, each switched off separately."""
     lines = [
         f"Simulated seconds of one exchange ({RATE}, n = {SIZE:,}, k = {K:,}); > 1: the optimisation "
         "pays.",
@@ -112,7 +112,7 @@ KINDS = ("uniform", "overlapping")
 
 
 def split_seconds(make, world_size: int, *, gamma: float, **options) -> float:
-    """Return the virtual seconds of split and reduce alone, over even regions."""
+    """Return the virtual seconds of split-and-reduce alone, over even regions."""
     vectors = [Exact().select(make(rank, world_size), K, 0) for rank in range(world_size)]
     boundaries = even_boundaries(SIZE, world_size)
 
@@ -157,7 +157,7 @@ BUCKETS = {"without": 1, "with": 2}
 
 
 def exchange_times(connection: Connection, size: int) -> dict[str, list[float]]:
-    """Return the milliseconds of every exchange with bucketing and without, which take turns."""
+    """Return the milliseconds of exchanges with and without bucketing, in alternation."""
     rank, k, line = dist.get_rank(), round(DENSITY * size), StartLine(dist.new_group())
     mine = Exact().select(gradient("uniform", Draw(size, REAL_RANKS, rank, 0, 0)), k, 0)
     collectives = {name: OkTopk(buckets=buckets) for name, buckets in BUCKETS.items()}

@@ -1,9 +1,9 @@
-"""Compare every variant of AdamW with a sparse exchange with dense AdamW, on 4 ranks.
+"""Compare variants of AdamW that exchange sparsely with dense AdamW, on 4 ranks.
 
     python benchmarks/adam.py                (long; writes benchmarks/adam.md, .json)
     python benchmarks/adam.py --only signs   (only runs with "signs" in their name)
 
-Finished runs are kept in the .json and not repeated.
+Finished runs are stored in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def best_lr(runs: Runs, steps: int) -> float:
 
 
 def run_all(runs: Runs, seeds: int) -> None:
-    """Make the missing runs, of which those that determine the learning rate come first."""
+    """Make the missing runs, beginning with those that determine the learning rate."""
     for steps in STEPS:
         for lr in LRS:
             runs.make(dense(steps, 0, lr), optimizer="adamw")
@@ -92,7 +92,7 @@ def report(runs: Runs, seeds: int) -> str:
 
 
 def section(runs: Runs, steps: int, seeds: int) -> list[str]:
-    """Return the table of one length."""
+    """Return the table for runs of one length."""
     tried = {lr: runs.find(dense(steps, 0, lr)) for lr in LRS}
     losses = ", ".join(
         f"{run['eval_loss'] or float('nan'):.4f} at {lr:g}" for lr, run in tried.items() if run

@@ -2,8 +2,9 @@
 
     python benchmarks/averaging_ablations.py     (two hours of a core; .md and .json)
 
-As in ``averaging_convergence.py``, all ranks are coroutines of one process, in virtual time.  The byte
-transformer is small enough for 64 of them.  Finished runs are kept in the .json and not repeated.
+As in ``averaging_convergence.py``, all ranks are coroutines of one process, in virtual time. The
+byte-level transformer is small enough for 64 ranks. Finished runs are stored in the .json and not
+repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ RANKS, LRS = 64, (0.2, 0.4, 0.8)
 DELAY = "two of 64 late on every step"
 MODEL = {"layers": 1, "width": 64, "batch_size": 2}  # 128 windows per step in all
 WAGMA = "WAGMA, S = 8"
-# for each row: the scheme, its options, and the paper's top-1 accuracy
+# row -> scheme, its options, and the paper's top-1 accuracy
 ROWS = {
     "Allreduce-SGD": ("allreduce", {}, "75.9"),
     WAGMA: ("wagma", {"group_size": 8}, "75.3"),
@@ -32,7 +33,7 @@ ROWS = {
 
 
 def prepare(steps: int) -> None:
-    """Apply this benchmark's ranks and rows to the other benchmark."""
+    """Set this benchmark's ranks and rows in ``averaging_convergence``."""
     convergence.RANKS, convergence.STEPS, convergence.LOOKS = RANKS, steps, ()
     convergence.BETWEEN = steps - 5
     convergence.DELAYS = {DELAY: ("random:2:0.32", 1)}

@@ -4,8 +4,9 @@
     python benchmarks/averaging_convergence.py --only digits --seeds 1
 
 All ranks of a run are coroutines of one process, in the simulator: gradients, models and messages are
-real, while computation, delays and the network take virtual time.  Late ranks, stale models and results
-are therefore the same on every machine.  Finished runs are kept in the .json and not repeated.
+real, while computation, delays and the network take virtual time.  Late ranks, stale models and
+results are therefore the same on every machine. Finished runs are stored in the .json and not
+repeated.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ from sparsync.transports.sim import Links, SimCommunicator, simulate
 RANKS, STEPS = 8, 300
 LOOKS = (50, 100, 150, 200, 250)  # steps after which the mean of all models is evaluated
 BETWEEN = 295  # steps: five after a global average, five before the next
-# for each name: the ranks that are late by 320 ms (section 5.2), and the interval between such
-# steps
+# name -> ranks that are late by 320 ms (section 5.2), and the interval between such steps
 DELAYS = {
     "two of eight late on every step": ("random:2:0.32", 1),  # as many as among 64 ranks in 5.2
     "one of eight late on every fourth": ("random:1:0.32", 4),  # 1/32 per rank and step, as in 5.2
@@ -51,8 +51,8 @@ BETA, PARAMETERS = 0.184e-9, 25_559_081  # 5.4 GB/s (ours); ResNet-50 (5.2)
 LIMIT = 0.01
 # all schemes use Allreduce-SGD's best rate
 LRS = {"digits": (0.025, 0.05, 0.1, 0.2), "bytes": (0.1, 0.2, 0.4, 0.8)}
-# 16 images per rank are 128 in all, as with 4 ranks by default; the transformer takes an hour, not
-# a day
+# 16 images per rank are 128 in total, the default for 4 ranks; this transformer takes an hour
+# instead of a day
 WORKLOAD_OPTIONS = {"digits": {"batch_size": 16}, "bytes": {"layers": 2, "width": 96}}
 # row -> scheme and its options, in the order of the runs
 ROWS = {
@@ -144,7 +144,7 @@ def train(spec: dict, bar: Bar) -> dict:
     models = simulate(program, RANKS, links=links(size)).results
 
     def evaluate(vectors: list[Tensor]) -> tuple[float | None, float]:
-        """Return loss and accuracy; several models share the held-out samples."""
+        """Return loss and accuracy of several models, which share the held-out samples."""
         binding, shares = bind(model, None), []
         for rank, vector in enumerate(vectors):
             binding.write_(vector)
@@ -166,7 +166,7 @@ def train(spec: dict, bar: Bar) -> dict:
 
 
 def play(spec: dict, bar: Bar) -> dict:
-    """Run a scheme without a model; return its cost and the fate of the ranks' updates."""
+    """Run a scheme without a model; return its cost, and how many of the ranks' updates it keeps."""
     late = lateness(spec["delay"], spec["seed"])
 
     async def program(comm: SimCommunicator) -> tuple[Tensor, int]:
@@ -189,14 +189,14 @@ def play(spec: dict, bar: Bar) -> dict:
 
 
 def make(spec: dict, model: torch.nn.Module | None, comm: SimCommunicator) -> Averager:
-    """Make the scheme of a row."""
+    """Make a row's scheme."""
     scheme, options = ROWS[spec["row"]]
     seed = {"seed": spec["seed"]} if "seed" in options_of(scheme) else {}
     return SCHEMES[scheme](model, comm=comm, **seed, **options)
 
 
 def links(size: int) -> Links:
-    """Return links on which this many parameters take as long as ResNet-50's do on the paper's links."""
+    """Return links on which ``size`` parameters take as long as ResNet-50 on the paper's links."""
     return Links(ALPHA, BETA * PARAMETERS / size)
 
 
@@ -208,7 +208,7 @@ def lateness(name: str, seed: int) -> Callable[[int, int], float]:
 
 
 def bind(model: torch.nn.Module, comm: SimCommunicator | None) -> Binding:
-    """Return a model as a vector; it may diverge."""
+    """Bind a model as a vector, which may diverge."""
     return Binding(
         model, comm, buffers="average", optimizer=None, moments="local", nonfinite="spread"
     )
@@ -239,7 +239,7 @@ class Cache:
         return next((run for run in self.done if run["settings"] == spec), None)
 
     def make(self, spec: dict) -> None:
-        """Train, unless the run is already done or not selected."""
+        """Make the run, unless it is finished or not selected."""
         name = " ".join(map(str, spec.values()))
         if self.wanted not in name or self.find(spec):
             return
@@ -264,7 +264,7 @@ class Cache:
 
 
 def specify(workload: str, row: str, seed: int, lr: float, delay: str = TRAINED[0]) -> dict:
-    """Return the settings that identify a run; schemes that wait for all ranks ignore which are late."""
+    """Return a run's identifying settings; schemes that wait for all ranks ignore which are late."""
     if row not in AVOIDING:
         delay = TRAINED[0]
     lr = round(lr * LR_SCALE.get(row, 1), 6)
@@ -299,7 +299,7 @@ def found(cache: Cache, workload: str, row: str, seeds: int, delay: str) -> dict
 
 
 def played(cache: Cache, row: str, delay: str) -> dict | None:
-    """Return the results of a scheme's run without a model."""
+    """Return the results of running a scheme without a model."""
     return cache.find({"row": row, "seed": 0, "delay": delay})
 
 
@@ -349,7 +349,7 @@ def section(cache: Cache, workload: str, seeds: int) -> list[str]:
 
 
 def ablations(cache: Cache, workload: str, seeds: int) -> list[str]:
-    """Return section 5.2's ablations, each compared with WAGMA's run with the same seed."""
+    """Return the ablations of section 5.2; each run is compared with WAGMA's run with the same seed."""
     lines = ["", f"Held-out loss over that of {ABLATED}, same seeds:", ""]
     lines += ["| late | " + " | ".join(ABLATIONS) + " |", "|---" * (1 + len(ABLATIONS)) + "|"]
     for delay in TRAINED:

@@ -6,8 +6,8 @@
 Part "added" measures the time that the delays of WAGMA's section 5.2 (two random ranks wait 320 ms
 before each step) add to the seconds per step of the slowest rank, including ``finish()``.  Every
 scheme runs with and without delays, one after the other, ``--repeats`` times.  Part "stall"
-measures the duration of an average whose other member is busy, so that its agent shares an
-interpreter with the computation.
+measures how long an average takes if the other rank is busy, so that its agent shares an
+interpreter with a computation.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ KINDS: dict[str, Callable[[float], None]] = {
 
 
 def stall(transport: str, kind: str, seconds: float) -> list[float]:
-    """Average with a rank that stays busy for this long; return the seconds of every average."""
+    """Average with a rank that stays busy for ``seconds``; return the seconds of every average."""
     torch.set_num_threads(1)
     comm = connect_group(transport=transport, timeout=60.0)
     averager, vector = Wagma(group_size=2, sync_period=None), torch.zeros(STALL_SIZE)
@@ -116,7 +116,7 @@ def stall(transport: str, kind: str, seconds: float) -> list[float]:
 
 
 def added_table(rows: dict[str, dict[str, list[float]]], steps: int) -> list[str]:
-    """Return the time that delays add; ratios are taken within a repeat, then their median."""
+    """Return the table of the time that delays add; ratios are medians over repeats."""
     lines = [
         "## What delays add",
         "",
@@ -147,7 +147,7 @@ def added(times: dict[str, list[float]]) -> list[float]:
 
 
 def stall_table(rows: dict[str, list[float]]) -> list[str]:
-    """Return the table of how long averages take."""
+    """Return the table of the durations of averages."""
     lines = [
         "",
         "## An average whose other member is busy",

@@ -3,7 +3,7 @@
     python benchmarks/averaging_throughput.py              (half an hour; writes averaging-*)
     python benchmarks/averaging_throughput.py --only fig4  (only runs with "fig4" in their name)
 
-Finished runs are kept in the .json and not repeated.
+Finished runs are stored in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -97,25 +97,26 @@ STYLES = {
     "D-PSGD": "C0o-", "local SGD, H = 1": "C1o-", "Allreduce-SGD": "C5x:", "local SGD, H = tau": "C1^:",
 }  # fmt: skip
 
-# for each figure, ranks and row: WAGMA's throughput over that of the row, in the paper
+# (figure, ranks, row) -> WAGMA's throughput relative to the row's, in the paper
 RATIOS = {(t.figure, t.ranks, row): t.ratio for t in TARGETS for row in t.rows}
 
 
 def steps_of(scheme: str, world_size: int) -> int:
-    """Return the steps of a run, a multiple of every tau; gossip needs longer runs to spread delays."""
+    """Return a run's steps, a multiple of every tau; gossip needs longer runs to spread delays."""
     if scheme in ("dpsgd", "sgp", "adpsgd"):
         return 120
     return 80 if world_size <= 64 else 40 if world_size < 1024 else 24
 
 
 def cases() -> Iterator[tuple[str, int, str]]:
-    """Yield figure, ranks and row of all runs, with the short runs first."""
+    """Yield figure, ranks and row of all runs, short runs first."""
     points = [(ranks, name) for name, setting in SETTINGS.items() for ranks in setting.ranks]
     for ranks, figure in sorted(points, key=lambda point: point[0]):
         yield figure, ranks, "ideal"
         for row in (*ROWS, *VARIANTS):
             wanted = (row in ROWS and figure != "half") or (figure, ranks, row) in RATIOS
-            # allreduces of 512 and more ranks take long here, and the paper's Figure 10 has none
+            # simulated allreduces on 512 or more ranks take long, and the paper's Figure 10 omits
+            # them
             slow = figure == "fig10" and ranks > 64 and row.startswith(("eager", "Allreduce"))
             if (wanted and not slow) or row == "WAGMA":
                 yield figure, ranks, row
@@ -131,7 +132,7 @@ def make(figure: str, ranks: int, row: str) -> float:
 
 
 def keep(path: Path, name: str, seconds: float) -> None:
-    """Add a run to the file, to which other processes may write as well."""
+    """Add a run to the file, to which other processes may also write."""
     done = load(path) | {name: seconds}
     partial_file = path.with_suffix(f".{os.getpid()}")
     partial_file.write_text(json.dumps(dict(sorted(done.items())), indent=1) + "\n")
@@ -145,7 +146,7 @@ def load(path: Path) -> dict[str, float]:
 
 
 def rate(done: dict[str, float], figure: str, ranks: int, row: str) -> float | None:
-    """Return the steps per second, or None."""
+    """Return the steps per second, or None if the run is missing."""
     seconds = done.get(f"{figure}/{ranks}/{row}")
     return seconds and 1 / seconds
 
@@ -167,7 +168,7 @@ def table(done: dict[str, float], figure: str) -> str:
 
 
 def targets(done: dict[str, float]) -> str:
-    """Return WAGMA's throughput relative to the others', next to the paper's figures."""
+    """Return WAGMA's throughput relative to other schemes, next to the paper's figures."""
     lines = ["| | ranks | WAGMA over | here | paper | reached |", "|---|---|---|---|---|---|"]
     for (figure, ranks, row), paper in RATIOS.items():
         own, wagma = (rate(done, figure, ranks, name) for name in (row, "WAGMA"))
@@ -191,7 +192,7 @@ def paid(done: dict[str, float]) -> str:
 
 
 def picture(done: dict[str, float], figure: str, path: Path) -> None:
-    """Plot throughput, relative to the ideal one, over ranks."""
+    """Plot throughput over ranks, relative to the ideal throughput."""
     from matplotlib.figure import Figure
 
     setting, drawing = SETTINGS[figure], Figure(figsize=(8.0, 4.2), layout="constrained")

@@ -1,9 +1,9 @@
-"""Measure the final loss by batch, density and threshold period tau', and which of them matter.
+"""Measure how batch size, density and the threshold period tau' affect the final loss.
 
     python benchmarks/batch_density_period.py            (writes batch-density-period.md, .json)
     python benchmarks/batch_density_period.py --seeds 1
 
-All ranks run in one process.  Finished runs are kept in the .json and not repeated.
+All ranks run in one process. Finished runs are stored in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LR = 0.05
 
 
 class Perceptron:
-    """The digits, with a model of two hidden layers that learns them in seconds."""
+    """The digits, with a perceptron of two hidden layers that learns them in seconds."""
 
     def __init__(self) -> None:
         self.digits = workload_of("digits")
 
     def make_model(self, seed: int) -> nn.Module:
-        """Return a model with 85 k parameters, determined by the seed."""
+        """Return a seed's initial model, with 85 k parameters."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             hidden = (nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
@@ -67,7 +67,7 @@ def specify(batch: int, density: float, period, seed: int) -> dict:
 
 
 def over_dense(cache: Cache, batch: int, density: float, period, seeds: int) -> list[float]:
-    """Return the logarithm of the loss relative to dense's, for every finished seed."""
+    """Return the logarithm of the loss relative to dense for every finished seed."""
     found = []
     for seed in range(seeds):
         base = cache.find(specify(batch, 1.0, "dense", seed))
@@ -78,7 +78,7 @@ def over_dense(cache: Cache, batch: int, density: float, period, seeds: int) -> 
 
 
 def effect(cache: Cache, axis: int, seeds: int) -> str:
-    """Return the mean of log(loss / dense) at every setting of one axis, averaged over the others."""
+    """Return the mean of log(loss / dense) at every value of one axis, averaged over the others."""
     levels = (BATCHES, DENSITIES, PERIODS)[axis]
     cells = []
     for level in levels:

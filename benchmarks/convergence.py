@@ -1,11 +1,11 @@
-"""Compare the loss of Ok-Topk with dense after equal steps, at the best learning rate of dense.
+"""Compare Ok-Topk's loss with dense's after equally many steps, at dense's best learning rate.
 
     python benchmarks/convergence.py --optimizer sgd        (writes benchmarks/convergence-sgd.md, .json)
     python benchmarks/convergence.py --optimizer adam
 
-Dense is trained at several learning rates, and Ok-Topk at the best of them.  Every figure is the mean of
-three seeds (data and initial weights).  Rows are written as soon as they are done, so a run can be
-interrupted.
+Dense is trained at several learning rates, and Ok-Topk at the best of them.  Every figure is the
+mean over three seeds (of data and initial weights). Every row is written once it is done, so a run
+can be interrupted.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ LAST = 5  # a run's loss is the mean of these evaluations, five steps apart; a s
 
 
 class Regression:
-    """A task that learns the outputs of a random network of the same shape, for noise as input."""
+    """A task that learns a random network of the same shape from its outputs for random inputs."""
 
     batch, clip = 32, math.inf
 
@@ -80,7 +80,7 @@ class Regression:
 
 
 class Digits:
-    """A task that learns scikit-learn's images of handwritten digits, shifted by up to a pixel."""
+    """A task that learns scikit-learn's handwritten digits, shifted by up to a pixel."""
 
     clip = math.inf
 
@@ -103,13 +103,13 @@ class Digits:
         return F.cross_entropy(model(images), digits)
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """Return the loss on (every nth of) the held-out images, with all shifts."""
+        """Return the loss on the held-out images, or every n-th of them, with all shifts."""
         images, digits = held_out_digits()
         return F.cross_entropy(model(images[:: self.every]), digits[:: self.every]).item()
 
 
 class Text:
-    """Predicts the bytes of Python's standard library, by default with the model of ``make demo``."""
+    """A task that predicts bytes of Python's standard library, by default with ``make demo``'s model."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Text:
 
 
 class Vgg(nn.Module):
-    """The VGG-16 of ``papers/`` with a width of 18, for digits; each of their pixels is 4 x 4 pixels."""
+    """The VGG-16 of ``papers/`` with a width of 18, for digits enlarged by 4 in both directions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,12 +152,12 @@ class Vgg(nn.Module):
 
 
 def lstm() -> nn.Module:
-    """Return the language model of ``papers/`` for bytes, with a width of 256 and without dropout."""
+    """Return the LSTM of ``papers/`` for bytes, with a width of 256 and without dropout."""
     return LstmLanguageModel(vocabulary=256, width=256, dropout=0.0)
 
 
 def wide() -> nn.Module:
-    """Return a network of 1,126,410 parameters, of which 1 % are exchanged."""
+    """Return a network of 1,126,410 parameters, which exchanges 1 % of them."""
     layers = nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
     return nn.Sequential(nn.Flatten(), *layers)
 
@@ -167,7 +167,7 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
 
 
-# for each task: its steps, and the rates of dense SGD without momentum and with a momentum of 0.9
+# task -> its steps, and dense SGD's rates without momentum and with a momentum of 0.9
 TASKS: Mapping[str, tuple[Callable[[], Any], int, Mapping[float, tuple[float, ...]]]] = (
     MappingProxyType(
         {
@@ -224,7 +224,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def make(run: Mapping[str, Any], bar: Callable[[int], None]) -> dict[str, Any]:
-    """Train once; ``bar`` is called with the number of steps after every step."""
+    """Train once; call ``bar`` with the number of steps after every step."""
     task, method = TASKS[run["task"]][0](), METHODS[run["method"]]
     steps, seed, momentum, began = run["steps"], run["seed"], run["momentum"], time.perf_counter()
     correction = Correction(momentum=momentum) if method.get("corrects") and momentum else None
@@ -311,7 +311,7 @@ class Runs:
     def best_rate(
         self, task: str, momentum: float, seeds: Sequence[int], *, makes: bool
     ) -> float | None:
-        """Return dense SGD's best rate by the mean over seeds; None if all rates have diverged."""
+        """Return dense SGD's best rate, by the mean over seeds, or None if all rates diverged."""
         _, steps, rates = TASKS[task]
         base = {"task": task, "steps": steps, "momentum": momentum, "method": "dense"}
         losses: dict[float, list[float]] = {lr: [] for lr in rates[momentum]}

@@ -1,7 +1,7 @@
-"""Kill and restart ranks at random; measure the others' loss, and how soon killed ranks are back.
+"""Kill and restart ranks at random; measure the loss, and how soon killed ranks return.
 
-Every row is ``sparsync train --elastic``, which trains twice, the first time without faults.  Writes
-``benchmarks/elastic.md`` and a plot.
+Every row is a run of ``sparsync train --elastic``, which trains twice, first without faults. The
+script writes ``benchmarks/elastic.md`` and a plot.
 
     python benchmarks/elastic.py                 # about 3 hours; with --quick 5 minutes
 """

@@ -1,12 +1,12 @@
-"""Find where AdamW's one line loses to dense training, by exact exchanges with known gradient noise.
+"""Find why ``attach`` with AdamW lags behind dense, by exact exchanges and known gradient noise.
 
     python benchmarks/exact_shares.py --seeds 1,2,3 --steps 1000
 
-Four ranks average their updates in 32 bits after every step.  For each parameter, or each group of
-its rows, they know exactly by how much averaging shrinks the squares of their gradients (the
-*share*, see ``averaging.moments``).  The remaining loss is therefore not due to rounding,
-measurement or the period. The variants remove further causes: clipping by each rank's own norm, and
-each rank's own second moments.
+Four ranks average their updates in 32 bits after every step. For each parameter, or each group of
+its rows, they know exactly by which factor (the *share*) averaging shrinks the squares of their
+gradients. The remaining gap is therefore not due to rounding, measurement or the period. The
+variants remove further causes: clipping by each rank's own norm, and each rank's own second
+moments.
 
 Every finished run is a line of ``exact_shares/results.jsonl`` and is not repeated;
 ``exact_shares.md`` is made from these lines alone.
@@ -35,14 +35,15 @@ RANKS = 4
 
 
 class Method(NamedTuple):
-    """The differences of a run from the one line.
+    """The differences between a run and the default of ``attach``.
 
     Attributes:
         dense: average gradients before the optimizer, as DDP does.
-        groups: number of shares per matrix, of equally many contiguous rows; 0 for a share per row.
+        groups: number of shares per matrix, each for equally many contiguous rows; 0: one share per
+        row.
         common_clip: clip by the norm of the average, as DDP does, instead of by each rank's own norm.
-        second: the second moments to divide by: the rank's "own", their "mean" over ranks, or those of
-            the averaged gradients ("dense"), as in DDP.
+        second: the second moments by which steps are divided: the rank's "own", their "mean" over
+            ranks, or, as in DDP, "dense" ones from averaged gradients.
     """
 
     dense: bool = False

@@ -1,14 +1,14 @@
 """Stop processes in the middle of training, and record exit codes, seconds and output on stderr.
 
-``python benchmarks/exits.py --runs 200`` writes ``exits.md``.  Finished runs are kept in
-``exits.json``, so an interrupted table can be completed later.  Two ranks train with AdamW, and both stop
-after a step that has begun an exchange, which is still in flight if ``delay=1``.  A run is wrong if a
-rank ends with an unexpected code, prints anything besides its own traceback, or takes more than 5 seconds
-after its last statement.
+``python benchmarks/exits.py --runs 200`` writes ``exits.md``. Finished runs are stored in
+``exits.json``, so an interrupted table can be completed later. Two ranks train with AdamW, and both
+stop after a step that has begun an exchange, which is still in flight if ``delay=1``. A run fails
+if a rank ends with an unexpected code, prints anything besides its own traceback, or takes more
+than 5 seconds after its last statement.
 
 Ranks are forked from a process that has imported everything and started no thread.  They end like
-any Python process, through the interpreter's own finalisation.  This needs Linux, whose scheduler
-reports how long a process has waited for a processor, because that time does not count.
+any Python process, through the interpreter's own finalisation.  Time for which a process waits for
+a processor does not count; only Linux's scheduler reports it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
     command, pipes = [sys.executable, __file__, "--serve"], {"stdin": PIPE, "stdout": PIPE}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, text=True, env=environment, **pipes) as server:
-        # runs take turns, so that an interrupted table has equal numbers of each kind
+        # kinds alternate, so an interrupted table has equal numbers of each
         for number, kind in itertools.product(range(options.runs), KINDS):
             name = name_of(*kind)
             if options.kinds not in name or number < len(done.setdefault(name, [])):
@@ -85,7 +85,7 @@ def name_of(transport: str, delay: int, destroys: bool, end: str) -> str:
 
 
 def judge(end: str, ranks: list[Any]) -> tuple[str, float]:
-    """Return the defects of a run, and the time that its ranks took to end."""
+    """Return a run's defects, and the seconds that its ranks took to end."""
     for code, seconds, words in ranks:
         lines = [line.partition("]: ")[2] or line for line in words.strip().splitlines()]
         lines = [line for line in lines if not line.startswith(SAID)]
@@ -130,7 +130,7 @@ def table(done: dict[str, list[Any]]) -> str:
 
 
 def serve() -> tuple[int, list[Any], str] | None:
-    """Fork two ranks for each line of the input; in a rank, return the rank, the kind and a file."""
+    """Fork two ranks for each input line; in a rank, return its number, the kind of exit and a file."""
     warm = torch.nn.Linear(1, 1)
     warm.weight.grad = torch.ones(1, 1)
     torch.optim.AdamW(warm.parameters()).step()  # imports the compiler
@@ -174,7 +174,7 @@ def serve() -> tuple[int, list[Any], str] | None:
 
 
 def ran_until(pid: int | str) -> float:
-    """Return the time, minus the seconds for which a process has waited for a processor."""
+    """Return the time in seconds, minus the time for which a process has waited for a processor."""
     waited = Path(f"/proc/{pid}/schedstat").read_text().split()[1]
     return time.monotonic() - int(waited) / 1e9
 
@@ -196,7 +196,7 @@ def train(rank: int, number: int, transport: str, delay: int) -> Any:
         optimizer.zero_grad()
         model(torch.randn(8, 256)).pow(2).mean().backward()
         optimizer.step()
-    # from no pause at all to about what an exchange takes
+    # between no pause and about the duration of an exchange
     time.sleep(random.Random(number * RANKS + rank).choice((0.0, 0.0, 0.001, 0.004, 0.016)))
     return sync
 
@@ -205,7 +205,7 @@ if __name__ == "__main__":
     if "--serve" not in sys.argv:
         main()
     elif (given := serve()) is not None:
-        # this is at the top level, so that only the interpreter's own finalisation follows
+        # at the top level, so that only the interpreter's finalisation follows
         mine, (run, carrier, late, destroys, end), file = given
         handle = train(mine, run, carrier, late)
         if destroys:

@@ -2,10 +2,10 @@
 
     python benchmarks/far.py        (about 20 minutes; Linux, root; writes benchmarks/far.md)
 
-4 ranks exchange 1 % of 14.7 M elements, or all of 8.4 M in one bit each (`updates`), over links of
-several rates and round-trip times.  Ranks start at the same time, and an exchange ends when the last
-rank has its total.  The floor (lower bound) is two round trips, plus the time that the links need for
-the bytes of the rank that sends or receives most.
+4 ranks exchange 1 % of 14.7 M elements, or all of 8.4 M elements in one bit (`updates`), over links
+with several rates and round-trip times.  Ranks start at the same time, and an exchange ends when
+the last rank has its total.  The floor (lower bound) is two round trips, plus the time that the
+busiest rank's link needs for its bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KEPT, BBR = {"tcp_slow_start_after_idle": "0"}, {"tcp_congestion_control": "bbr"
 
 
 def gradients(preset: str, comm: Communicator) -> Iterator[None]:
-    """Yield before an exchange, after it, and at the end of its step, again and again."""
+    """Exchange gradients repeatedly; yield before and after each exchange, and at the end of its step."""
     reducer = Reducer(
         comm, plan_units([("w", torch.empty(SIZE))]), run(resolve(preset).on(comm)), DENSITY
     )
@@ -69,7 +69,7 @@ def gradients(preset: str, comm: Communicator) -> Iterator[None]:
 
 
 def updates(_: str, comm: Communicator) -> Iterator[None]:
-    """Yield at the same points, for changes of weights that are sent in one bit each."""
+    """Exchange weight changes in one bit each; yield at the same points as ``gradients``."""
     whole, draw = Quantised(bits=1, block=512), torch.Generator().manual_seed(comm.rank)
     for step in count():
         change = DenseVector(torch.randn(UPDATES, generator=draw))
@@ -80,7 +80,7 @@ def updates(_: str, comm: Communicator) -> Iterator[None]:
 
 
 def measure(preset: str, transport: str, pause: float, tcp: dict[str, str]) -> tuple[float, float]:
-    """Return the median seconds of an exchange, and its bytes on the busiest link, in and out."""
+    """Return an exchange's median seconds, and its bytes on the busiest link, in and out."""
     torch.set_num_threads(1)
     for name, value in tcp.items():  # set only in this rank's namespace
         (Path("/proc/sys/net/ipv4") / name).write_text(value)

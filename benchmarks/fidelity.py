@@ -2,9 +2,9 @@
 
     python benchmarks/fidelity.py      (half an hour on an idle machine; Linux; .md, .json)
 
-For every network, ``sparsync doctor --lab RATE --ranks P`` measures links and ranks, the planner predicts
-from these measurements alone, and ``sparsync bench --lab RATE --ranks P`` measures.  Finished cells are
-kept in the .json and not repeated.
+For every network, ``sparsync doctor --lab RATE --ranks P`` measures links and ranks, the planner
+predicts times from these measurements alone, and ``sparsync bench --lab RATE --ranks P`` measures
+the times. Finished cells are stored in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def measure(rate: str, ranks: int, size: int) -> dict:
 def cells_of(run: dict) -> list[dict]:
     """Predict every collective of a run, next to its measurement.
 
-    The bucket of ``tbf`` lets a burst pass at once, so these bytes cost no wire time.
+    The bucket of ``tbf`` lets a burst pass at once, so its bytes take no wire time.
     """
     machine, cells = Machine.from_dict(run["machine"]), []
     burst = default_burst(parse_rate(run["rate"]))

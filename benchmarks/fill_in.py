@@ -2,8 +2,8 @@
 
     python benchmarks/fill_in.py        (half a minute; writes benchmarks/fill_in.md and fill_in.png)
 
-Real gradients of the demo's byte transformer, with one batch per virtual rank and each rank's k largest
-entries, are compared with uniformly random supports (appendix B), which fill in more.
+The script compares real gradients of the demo's byte-level transformer (one batch per virtual rank,
+each rank's k largest entries) with uniformly random supports (appendix B), which fill in more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def table(measured: dict[float, dict[int, float]], size: int) -> str:
 
 
 def picture(measured: dict[str, dict[float, dict[int, float]]], size: int, path: Path) -> None:
-    """Plot the density of the sum over ranks: solid as measured, dotted for uniform supports."""
+    """Plot the density of the sum over ranks: measured (solid), and for uniform supports (dotted)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")

@@ -1,12 +1,12 @@
-"""Measure bytes and loss with AdamW and Muon: all methods on one task, tuned alike, on known links.
+"""Measure bytes and loss with AdamW and Muon for all methods, tuned alike, on known links.
 
     python benchmarks/frontier.py --task gpt-1m --steps 300     (long; resumes)
     python benchmarks/frontier.py --task gpt-1m --lab 100mbit   (then seconds and bytes on real
     links)
     python benchmarks/frontier.py --report                      (only writes the report)
 
-A method tries every learning rate, then each value of its two knobs, with the first seed; the best
-settings are run with the other seeds.  In the lab (Linux, root), the best settings are run for a few
+With the first seed, a method tries every learning rate, then each value of its two knobs; the best
+settings are run with the other seeds. In the lab (Linux, root), the best settings are run for a few
 steps.  Every finished run is a line of ``frontier/results.jsonl`` and is not repeated; the report,
 ``frontier.md`` and ``docs/images/frontier.png``, is made from these lines alone.
 """
@@ -34,7 +34,7 @@ PICTURE = HERE.parent / "docs" / "images" / "frontier.png"
 
 
 def names(known: Mapping[str, object]) -> Callable[[str], list[str]]:
-    """Return what reads names with commas between."""
+    """Return a parser of comma-separated names."""
 
     def read(text: str) -> list[str]:
         given = text.split(",")
@@ -46,7 +46,7 @@ def names(known: Mapping[str, object]) -> Callable[[str], list[str]]:
 
 
 def numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
-    """Return what reads numbers with commas between."""
+    """Return a parser of comma-separated numbers."""
     return lambda text: [kind(number) for number in text.split(",")]
 
 

@@ -1,10 +1,10 @@
-"""Compare the seconds of two installations, and fail where one is slower than the noise explains.
+"""Compare the speed of two installations, and fail if the second is slower beyond the noise.
 
     python benchmarks/gate.py RELEASE_PYTHON HEAD_PYTHON [--runs 3]
 
-Both run ``sparsync bench --kernels`` and ``sparsync bench`` in turn, several times.  The noise of a row
-is the largest ratio between two runs of the same installation, so it is measured where the ratio is.
-A row fails if the ratio of the medians is above its noise and above ``--floor``.
+The two run ``sparsync bench --kernels`` and ``sparsync bench`` in turn, several times. The noise of
+a row is the largest ratio between two runs of the same installation. A row fails if the ratio of
+the medians is above its noise and above ``--floor``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXCHANGES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement in both installations: the seconds of the head divided by those of the release."""
+    """One measurement in both installations, with the seconds of the head over those of the release."""
 
     name: str
     ratio: float
@@ -46,7 +46,7 @@ def judge(
     Args:
         release: seconds by row, for every run of the release.
         head: seconds by row, for every run of the head.
-        floor: ratio up to which a row does not count as slower, however small its noise.
+        floor: ratio up to which a row never counts as slower, even if its noise is smaller.
 
     Example:
         >>> judge([{"top": 1.0}, {"top": 1.1}], [{"top": 1.5}, {"top": 1.6}], floor=1.2)
@@ -64,12 +64,12 @@ def judge(
 
 
 def measure(python: str, kernels: str = KERNELS, exchanges: str = EXCHANGES) -> dict[str, float]:
-    """Return the seconds of every row, measured by the sparsync of this interpreter."""
+    """Return the seconds of every row, measured by the sparsync that ``python`` has installed."""
     seconds = {}
     with tempfile.TemporaryDirectory() as folder:
         for options in (kernels, exchanges):
             file = Path(folder) / "rows.json"
-            # this runs in another folder than the checkout, whose sources would be imported first
+            # runs outside the checkout, whose sources would otherwise be imported
             subprocess.run(
                 [python, "-m", "sparsync", "bench", *options.split(), "--json", str(file)],
                 check=True,

@@ -1,4 +1,4 @@
-"""Run every part of sparsync that needs a GPU: first the checks of correctness, then the times.
+"""Run every part of sparsync that needs a GPU: first check correctness, then measure times.
 
     make gpu                                  (20 minutes at most; an NVIDIA GPU and torch for CUDA)
     make gpu GPU_PYTHON=python3               (with that Python's installed packages; needs no network)
@@ -32,7 +32,7 @@ NEEDED = ("triton", "pytest", "hypothesis", "typer", "rich", "zmq")
 
 
 def missing() -> str | None:
-    """Return one line that names a missing requirement."""
+    """Return a line that names a missing requirement, or None."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is not built for CUDA; install one that is (pytorch.org)"
     if not torch.cuda.is_available():
@@ -46,7 +46,7 @@ def _installed(name: str) -> bool:
 
 
 def run_part(name: str, rehearse: bool, seconds: float) -> Row:
-    """Run a part in a process group of its own, which ends with the part."""
+    """Run a part in its own process group, which ends with the part."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         command = [sys.executable, __file__, "--part", name, "--json", str(out)]
@@ -68,7 +68,7 @@ def run_part(name: str, rehearse: bool, seconds: float) -> Row:
 
 
 def be_part(name: str, rehearse: bool, out: Path) -> int:
-    """Run as a part's process: write the rows as they come, and the reason why they end."""
+    """Run a part in this process; write its rows as they come, and the reason if it fails."""
     rows: list[Row] = []
     try:
         for row in PARTS[name][0](rehearse):
@@ -83,7 +83,7 @@ def be_part(name: str, rehearse: bool, out: Path) -> int:
 
 
 def about() -> Row:
-    """Return the names of the machine and the versions."""
+    """Return the machine's name and the versions of its software."""
     known: Row = {"torch": torch.__version__, "Python": platform.python_version()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rehearse:
-        # both are read at the first use of Triton and of the driver
+        # Triton and the driver read these at their first use
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     elif lacking := missing():
         sys.stderr.write(f"make gpu: {lacking}\n")

@@ -63,7 +63,7 @@ def milliseconds(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return a call's median time by the device's clock, after one call to warm up."""
+    """Return a call's median time on the device's clock, after a warm-up call."""
     taken = []
     for _ in range(8 if device.type == "cuda" else 2):
         before()
@@ -83,13 +83,13 @@ def milliseconds(
 
 
 def check(holds: bool, what: str) -> None:
-    """Fail if a condition does not hold."""
+    """Raise an error if a condition does not hold."""
     if not holds:
         raise AssertionError(what)
 
 
 def check_device(device: torch.device, **tensors: Tensor | None) -> None:
-    """Fail if a tensor is on another device."""
+    """Raise an error if a tensor is on another device."""
     for name, tensor in tensors.items():
         where = None if tensor is None else tensor.device
         check(where == device, f"{name} is on {where}, not on {device}")
@@ -137,7 +137,7 @@ class Given(nn.Module):
 
 
 def optimizer_of(model: nn.Module, exchange: str | None) -> torch.optim.Optimizer:
-    """Return AdamW for updates, otherwise SGD with rate 1, whose steps are rounded alike everywhere."""
+    """Return AdamW for updates, otherwise SGD with rate 1, which rounds alike on every device."""
     if exchange == "updates":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=1.0)
@@ -187,7 +187,7 @@ def train(name: str, device: torch.device, size: int, group: Any = None) -> tupl
 
 
 def _of_exchange(sync: Any, device: torch.device) -> Row:
-    """Return the bytes of a step, and the share of the exchange for which training did not wait."""
+    """Return the bytes of a step, and the share of exchange time for which training did not wait."""
     stats = sync.stats()
     residuals = {f"residual {i}": r.accumulated for i, r in enumerate(sync.reducer.residuals)}
     check_device(device, **residuals)
@@ -203,7 +203,7 @@ def _of_exchange(sync: Any, device: torch.device) -> Row:
 
 
 def attach_rank(rank: int, ranks: int, port: int, rehearse: bool, out: str) -> None:
-    """Run as one of several ranks on one device; compare transports with each other and with the CPU."""
+    """Train on one of several ranks of a device; compare transports with each other and the CPU."""
     device = _enter(rank, ranks, port, rehearse)
     size, rows, weights = TINY[0] if rehearse else VGG, [], {}
     for name in CASES:
@@ -247,7 +247,7 @@ def _leave(rank: int, rows: list[Row], out: str) -> None:
 
 
 def _spawn(function: Callable[..., None], ranks: int, rehearse: bool) -> list[Row]:
-    """Run ``function`` in newly spawned processes, as CUDA requires; return rank 0's output."""
+    """Run ``function`` in spawned processes, as CUDA requires; return rank 0's output."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/rows.json"
@@ -312,7 +312,7 @@ def one_rank(rehearse: bool) -> Iterator[Row]:
 
 
 def one_model(kind: str, exchange: str, mesh: Any, device: torch.device) -> Row:
-    """Train one model; check that average plus residual is the gradient, or that steps are AdamW's."""
+    """Train a model; check that average plus residual equals the gradient, or that steps are AdamW's."""
     import sparsync
     from sparsync.units import local_of
 
@@ -373,7 +373,7 @@ def selection(rehearse: bool) -> Iterator[Row]:
 
 
 def select(size: int, k: int, device: torch.device) -> Row:
-    """Measure one size, for which both selections must find the same magnitudes."""
+    """Measure one size; both selections must find the same magnitudes."""
     from sparsync.kernels import magnitude_keys
     from sparsync.kernels import triton as backend
 
@@ -382,7 +382,7 @@ def select(size: int, k: int, device: torch.device) -> Row:
     zeros = torch.zeros_like(x)
     keys = magnitude_keys(x)
     largest = torch.topk(keys, k, sorted=False).values
-    # called by name, to get the Triton kernels and not torch's
+    # call the backend directly, to use the Triton kernels and not torch's
     positions = backend.top(x, k)
     check_device(device, positions=positions)
     check(bool((positions.diff() > 0).all()), "positions do not ascend")
@@ -416,7 +416,7 @@ def select(size: int, k: int, device: torch.device) -> Row:
 
 
 def updates(rehearse: bool) -> Iterator[Row]:
-    """Compare the passes of AdamW's updates with a copy of n, and with torch's operations."""
+    """Compare the passes of AdamW's updates with a copy of n elements, and with torch's operations."""
     device = device_of(rehearse)
     for size in TINY[:1] if rehearse else (VGG, BERT):
         say(f"  updates, n = {size:,}")
@@ -426,7 +426,7 @@ def updates(rehearse: bool) -> Iterator[Row]:
 
 
 def update_passes(size: int, device: torch.device) -> Iterator[Row]:
-    """Measure each pass of an exchange in one bit, after comparing its bits with the specification's."""
+    """Check each pass of a one-bit exchange against the specification, bit for bit; then measure it."""
     from sparsync.kernels import moves, normal_levels, triton_levels, triton_moves
     from sparsync.updates import gradient_noise
 
@@ -463,7 +463,7 @@ def update_passes(size: int, device: torch.device) -> Iterator[Row]:
         triton_levels.decode_levels_(into, many, levels, divisor, **named)
 
     one, several = messages.shape[1] / size, messages.numel() / size
-    # the bytes that a pass reads and writes per element, the kernel, and torch's operations
+    # pass -> bytes read and written per element, the kernel, and torch's operations
     rows: dict[str, tuple[float, Callable[[Tensor], None], Callable[[Tensor], None]]] = {
         "moved": (
             16.0,
@@ -518,7 +518,7 @@ def update_passes(size: int, device: torch.device) -> Iterator[Row]:
 
 
 def transfer(rehearse: bool) -> Iterator[Row]:
-    """Measure how much of the time to move k entries to the host is hidden by a backward pass."""
+    """Measure how much of the time to move k entries to the host a backward pass hides."""
     from sparsync.kernels import packing
     from sparsync.kernels import triton as backend
 
@@ -594,7 +594,7 @@ def transfer(rehearse: bool) -> Iterator[Row]:
 
 # ---- all -------------------------------------------------------------------------------------------
 
-# time limit of each part, in seconds
+# the parts, with their time limits in seconds
 PARTS: dict[str, tuple[Callable[[bool], Iterator[Row]], int]] = {
     "contracts": (contracts, 480),
     "one_rank": (one_rank, 150),

@@ -2,10 +2,10 @@
 
 python benchmarks/kernels.py [--json FILE] [--rounds 20] [--threads 1,2]     (about a minute)
 
-All rows of a table are measured in turn, round after round, and each row's best time counts, so other
-programs on the machine affect all rows alike.  Before every measurement, the inputs are restored, and
-torch's threads, which spin for some milliseconds after an operation, get time to go to sleep.
-The results are checked.  The output is the table in benchmarks/kernels.md.
+The rows of a table are measured in turn, round after round, and each row's best time counts, so
+other programs on the machine affect all rows alike. Before every measurement, the inputs are
+restored, and torch's threads get time to sleep, because they spin for some milliseconds after an
+operation. The results are checked. The script writes the table in benchmarks/kernels.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Rows = dict[str, Callable[[], object]]
 
 
 def error_feedback(size: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return a residual as training leaves it, and the next gradient, in blocks of unequal scale."""
+    """Return a residual as left by training, and the next gradient, in blocks of unequal scale."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 64).repeat_interleave(-(-size // 64))[:size]
     residual = torch.zeros(size)

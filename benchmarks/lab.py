@@ -1,9 +1,9 @@
-"""Measure rate, RTT, loss and asymmetry of the lab's far links, and the processor time they take.
+"""Measure rate, RTT, loss and asymmetry of the lab's far links, and their processor time.
 
     python benchmarks/lab.py        (about 6 minutes; Linux, root; writes benchmarks/lab.md)
 
-The ranks are separate processes that measure with plain sockets.  In the last table, every rank sends
-either to the next rank or to all others at once.
+The ranks are separate processes that use plain sockets. In the last table, every rank sends either
+to the next rank or to all others at once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def ping() -> float:
 
 
 def lost(source: int) -> float:
-    """Return the share of datagrams that did not reach this rank, or 0 on their source."""
+    """Return the share of datagrams that did not reach this rank, or 0 on their sender."""
     with listen(socket.SOCK_DGRAM) as server:
         arrived = 0
         if dist.get_rank() == source:
@@ -98,7 +98,7 @@ def lost(source: int) -> float:
 
 
 def receive(streams: list[tuple[int, int]], warm_up: float, seconds: float) -> float:
-    """Make ranks send to each other; return the bits per second that this rank receives."""
+    """Send between ranks; return the bits per second that this rank receives."""
     rank = dist.get_rank()
     received, links = [0], []
     with listen(socket.SOCK_STREAM) as server:
@@ -135,14 +135,14 @@ def receive(streams: list[tuple[int, int]], warm_up: float, seconds: float) -> f
 
 
 def pair(warm_up: float, seconds: float) -> tuple[float, ...]:
-    """Return the round trip, the rates 0 -> 1 and 1 -> 0, and the losses in the same order."""
+    """Return the round-trip time, and the rates and losses of 0 -> 1 and of 1 -> 0."""
     rates = [receive([ends], warm_up, seconds) for ends in ((0, 1), (1, 0))]
     mine = ping(), *rates, lost(0), lost(1)
     return tuple(map(max, zip(*gather(list(mine)), strict=True)))
 
 
 def load(pattern: str, warm_up: float, seconds: float) -> list[float]:
-    """Return the rate at which each rank receives when all send to the next rank, or to all."""
+    """Return each rank's receiving rate while all ranks send to the next rank, or to all others."""
     ranks = dist.get_world_size()
     steps = (1,) if pattern == "to the next" else range(1, ranks)
     streams = [(rank, (rank + step) % ranks) for step in steps for rank in range(ranks)]

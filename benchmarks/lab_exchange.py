@@ -51,7 +51,7 @@ HEADINGS = (
 
 
 def measure(rate: str, ranks: int, collectives: str, transport: str) -> list[dict]:
-    """Run one bench in a separate process; return its rows."""
+    """Run one ``sparsync bench`` in a separate process; return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "sparsync", "bench", "--lab", rate, "--ranks", str(ranks)]
@@ -85,7 +85,7 @@ def line(row: dict) -> str:
 
 
 def main() -> None:
-    """Run all benches, and write the results after each."""
+    """Run all commands, and write the results after each."""
     parser = argparse.ArgumentParser(description="Every collective on real links of this machine.")
     parser.add_argument("--output", type=Path, default=HERE / "lab_exchange.md")
     arguments = parser.parse_args()

@@ -106,7 +106,7 @@ def section(heading: str, results: list[dict]) -> list[str]:
 
 
 def accuracy(rows: int, epochs: int, l2: float = 1e-5, lr: float = 20.0) -> list[str]:
-    """Compare with scikit-learn on one rank, with an equal penalty, after training on 9 of 10 rows."""
+    """Compare accuracy with scikit-learn's on one rank, with the same penalty, on 1 of 10 rows."""
     shard = trigram_shard(rows=rows)
     cut = rows * 9 // 10
     training, held_out = slice(None, cut), slice(cut, None)
@@ -138,7 +138,7 @@ def accuracy(rows: int, epochs: int, l2: float = 1e-5, lr: float = 20.0) -> list
 
 
 def main() -> None:
-    """Run everything, and write the results after each command."""
+    """Run all commands, and write the results after each."""
     parser = argparse.ArgumentParser(description="Linear models on trigrams, on real links.")
     parser.add_argument("--output", type=Path, default=HERE / "linear.md")
     parser.add_argument("--lab", default="1gbit", help="empty: simulated")

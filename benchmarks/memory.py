@@ -3,16 +3,17 @@
     python benchmarks/memory.py        (Linux; 5 minutes; writes benchmarks/memory.md)
     python benchmarks/memory.py --gpt  (14 GB, 12 minutes; writes benchmarks/memory_gpt.md)
 
-The first command measures algorithms with SGD on linear layers of 21 M parameters.  With ``--gpt``,
-the defaults are measured, with AdamW and with SGD, on a GPT of 124 M, whole and sharded by FSDP2.
+The first command measures algorithms with SGD on linear layers with 21 M parameters. With
+``--gpt``, the script measures the defaults of AdamW and SGD on a GPT with 124 M parameters, whole
+and sharded by FSDP2.
 
-Each figure comes from fresh processes.  They first train a tiny model, which pays for imports, threads
-and sockets, then a large one.  The figure is the kernel's peak (VmHWM), minus the memory in use between
-the two.
+Each figure comes from fresh processes. They first train a tiny model, so that imports, threads and
+sockets are paid for, then a large one. The figure is the kernel's peak (VmHWM), minus the memory in
+use between the two.
 
-glibc raises its threshold for asking the kernel for memory to the size of the last freed block; from then
-on, gradients and temporaries share a heap with holes in it.  ``mallopt`` fixes the threshold, so the peak
-is the memory that the program asked for.  Both cases are measured.
+glibc raises its mmap threshold to the size of the last freed block; from then on, gradients and
+temporaries share a fragmented heap. ``mallopt`` fixes the threshold, so the peak is the memory that
+the program requested. Both cases are measured.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def status_bytes(field: str) -> int:
 
 
 def elements(width: int) -> int:
-    """Return n of the linear layers."""
+    """Return the number of elements in the linear layers."""
     return LAYERS * width * (width + 1)
 
 
@@ -90,7 +91,7 @@ def linear_layers(width: int) -> nn.Module:
 
 
 class Gpt(nn.Module):
-    """A model of torch's own layers with GPT-2's shapes: 124 M parameters at a width of 768."""
+    """A GPT-2 of torch's own layers, with 124 M parameters at a width of 768."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class Gpt(nn.Module):
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits, by the embedding's own weights."""
+        """Return logits; the head is tied to the embedding."""
         x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         return self.layers(x, mask, is_causal=True) @ self.embedding.weight.T
@@ -110,9 +111,9 @@ class Gpt(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """The training of a process; ``attached`` has the arguments of ``attach``, or is None without it.
+    """The training in a process; ``attached`` holds ``attach``'s arguments, or is None without it.
 
-    With ``sharded``, every replica has SHARDS ranks, and FSDP2 takes the place of DDP.
+    With ``sharded``, every replica has SHARDS ranks, and FSDP2 replaces DDP.
     """
 
     model: Callable[[int], nn.Module] = linear_layers
@@ -125,7 +126,7 @@ class Case:
 
 
 def step_of(model: nn.Module, generator: torch.Generator) -> Tensor:
-    """Return a loss on random data, of which there is little, so that activations take little memory."""
+    """Return a loss on little random data, so that activations take little memory."""
     inner = getattr(model, "module", model)
     if isinstance(inner, Gpt):
         most = inner.embedding.num_embeddings
@@ -136,7 +137,7 @@ def step_of(model: nn.Module, generator: torch.Generator) -> Tensor:
 
 
 def sharded(make: Callable[[int], nn.Module], width: int, mesh: DeviceMesh) -> nn.Module:
-    """Shard a model by FSDP2, layer by layer, so that no rank ever holds the whole model."""
+    """Shard a model layer by layer with FSDP2, so that no rank ever holds the whole model."""
     with torch.device("meta"):
         model = make(width)
     for layer in model.layers.layers:
@@ -150,7 +151,7 @@ def sharded(make: Callable[[int], nn.Module], width: int, mesh: DeviceMesh) -> n
 
 
 def train(width: int, case: Case) -> None:
-    """Train a model for a few steps, and forget it."""
+    """Train a model for a few steps, and release it."""
     torch.manual_seed(0)
     given: dict[str, Any] = {"transport": sparsync.Transport(timeout=60)}
     if case.sharded:
@@ -177,8 +178,7 @@ def train(width: int, case: Case) -> None:
 
 def peak(case: Case) -> int:
     """Return the peak memory of the large model in bytes, the maximum over ranks."""
-    # this is not an environment variable, because ranks are forked from a process that has read it
-    # already
+    # not an environment variable, because ranks are forked from a process that has already read it
     if case.malloc is not None and ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, case.malloc) != 1:
         raise OSError(f"mallopt(M_MMAP_THRESHOLD, {case.malloc}) failed; run with glibc")
     train(TINY, case)
@@ -195,7 +195,7 @@ def measure(world_size: int, case: Case) -> int:
 
 
 def row(world_size: int, view: bool, malloc: str, case: str, extra: int, plain: int) -> str:
-    """Return one row of the table; its rest is the memory taken in addition to the residual."""
+    """Return one row of the table; "rest" is the memory beyond the residual."""
     residual = elements(WIDTH) * WORD_BYTES
     rest = (extra - residual) / (WORD_BYTES * elements(WIDTH) * (DENSITY + 1 / world_size))
     return (
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def machine() -> str:
-    """Return where it was measured, for the head of a table."""
+    """Return a description of the machine, for the head of a table."""
     return f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
 
 

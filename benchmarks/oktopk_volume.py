@@ -27,7 +27,7 @@ ALONE = "the entries alone take 4 k words: the one case beyond the bound"
 
 
 def measure(collective: str, kind: str, ranks: int) -> Row:
-    """Run one row; stop if a result is wrong."""
+    """Measure one row; raise an error if a result is wrong."""
     settings = BenchSettings(
         (collective,), ranks, (SIZE,), (K / SIZE,), steps=STEPS - 1, warmup=1, input=kind
     )
@@ -39,7 +39,7 @@ def measure(collective: str, kind: str, ranks: int) -> Row:
 
 
 def table(head: list[str], lines: list[list[str]]) -> str:
-    """Write a markdown table, numbers to the right."""
+    """Format a Markdown table with right-aligned numbers."""
     rule = ["---", *("---:" for _ in head[1:])]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
 
@@ -77,7 +77,7 @@ def by_collective(kind: str) -> str:
 
 
 def report() -> str:
-    """Measure everything and describe it."""
+    """Measure all rows and return the page."""
     meanings = "\n".join(f"- {kind}: {i.meaning}" for kind, i in INPUTS.items())
     return f"""# Volume of Ok-Topk by world size and input
 

@@ -1,12 +1,11 @@
-"""Try the one line with every optimizer, unequal data per rank, and fine-tuning, on virtual ranks.
+"""Try ``attach`` with all optimizers, unequal data per rank, and fine-tuning, on virtual ranks.
 
     python benchmarks/optimizers.py --studies optimizers --seeds 1,2,3 --search
     python benchmarks/optimizers.py --report    (only writes the tables)
 
 Every finished run is a line of ``optimizers/results.jsonl`` and is not repeated; ``optimizers.md`` is
-made from these lines alone.  Optimizers that PyTorch does not have come from ``pytorch-optimizer``;
-without this package, they are not run.  Results are the same on every machine with the same
-packages.
+made from these lines alone.  Optimizers that PyTorch lacks come from ``pytorch-optimizer``; without
+this package, they are skipped. Results are the same on every machine with the same packages.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def muon(model: nn.Module) -> Made:
     ]
 
 
-# name -> factory, and the first rate to try for dense
+# name -> factory, and the first rate to try with dense
 OPTIMIZERS: Mapping[str, tuple[Callable[[nn.Module], Made], float]] = MappingProxyType(
     {
         "AdamW": (of_torch("AdamW", weight_decay=0.1), 1.6e-2),
@@ -100,11 +99,11 @@ OPTIMIZERS: Mapping[str, tuple[Callable[[nn.Module], Made], float]] = MappingPro
 
 
 def adamw(model: nn.Module) -> Made:
-    """Return AdamW for the trained parameters."""
+    """Return AdamW over the trained parameters."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.1)
 
 
-# method -> differences from the default of ``attach``
+# method -> differences from ``attach``'s default
 SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "32 bits": {"algorithm": "dense"},
@@ -154,14 +153,14 @@ def train_optimizer(run: Mapping[str, Any]) -> float:
 
 
 class Unequal(TorchTask):
-    """A task that gives every rank its own number of windows per step, and dense the mean over all."""
+    """A task in which ranks have unequal numbers of windows per step; dense averages over all."""
 
     def __init__(self, rows: Sequence[int], *, joined: bool) -> None:
         super().__init__(*SHAPE)
         self.rows, self.joined = rows, joined
 
     def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        """Return the mean over a rank's windows or, if ranks are joined, its part of the overall mean."""
+        """Return a rank's mean loss or, if ranks are joined, its part of the overall mean."""
         self.batch = self.rows[rank]
         loss = super().loss_of(model, seed, step, rank)
         return loss * (self.rows[rank] * len(self.rows) / sum(self.rows) if self.joined else 1)
@@ -178,7 +177,7 @@ ROWS: Mapping[str, tuple[int, ...]] = MappingProxyType(
 
 
 def train_unequal(run: Mapping[str, Any]) -> float:
-    """Train ranks with unequal amounts of data; "dense" is one process with all of the data."""
+    """Train ranks with unequal amounts of data; "dense" is one process with all data."""
     rows = ROWS[run["case"]]
     task = Unequal(rows, joined=run["method"] == "dense")
 
@@ -193,7 +192,7 @@ def train_unequal(run: Mapping[str, Any]) -> float:
 
 
 class Apart(TorchTask):
-    """A task that gives every rank a separate part of the text; some batches come from all of it."""
+    """A task in which every rank has its own part of the text; some batches come from the whole text."""
 
     def __init__(self, common: float) -> None:
         super().__init__(*SHAPE, packages=("email", "pydoc_data", "json", "http"))
@@ -208,7 +207,7 @@ class Apart(TorchTask):
 
 
 class Classes:
-    """A small network on digits; every rank has its own classes, or all ranks have all classes."""
+    """A small network on digits; each rank has its own classes, or all ranks have all classes."""
 
     clip = math.inf
 
@@ -224,12 +223,12 @@ class Classes:
         self.own = [(left[0][owner == r], left[1][owner == r]) for r in range(RANKS)]
 
     def make_model(self, seed: int) -> nn.Module:
-        """Return the network that a seed begins with."""
+        """Return a seed's initial network."""
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        """Return the loss on 16 of a rank's digits."""
+        """Return the loss on 16 of this rank's digits."""
         draw = torch.Generator().manual_seed(1_000_000 * seed + 1_000 * step + rank)
         images, labels = self.own[rank]
         at = torch.randint(len(labels), (16,), generator=draw)
@@ -262,7 +261,7 @@ def train_apart(run: Mapping[str, Any]) -> float:
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer plus the product of two narrow ones (LoRA, matrix rank 4)."""
+    """A frozen linear layer plus the product of two narrow layers (LoRA, matrix rank 4)."""
 
     def __init__(self, frozen: nn.Linear) -> None:
         super().__init__()
@@ -273,7 +272,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The combined weight; torch's encoder layers use only this when there are no gradients."""
+        """The combined weight, which is all that torch's encoder layers use without gradients."""
         return self.frozen.weight + self.up.weight @ self.down.weight
 
     @property
@@ -288,7 +287,7 @@ class LowRank(nn.Module):
 
 @cache
 def pretrained(seed: int) -> nn.Module:
-    """Return the GPT, trained densely on Python's sources."""
+    """Return the GPT, pretrained dense on Python's sources."""
     task = TorchTask(*SHAPE)
     return train_dense(
         lambda: task.make_model(seed),
@@ -302,7 +301,7 @@ def pretrained(seed: int) -> nn.Module:
 
 
 def tuned(case: str, seed: int) -> nn.Module:
-    """Return the model with which fine-tuning begins."""
+    """Return the model from which fine-tuning starts."""
     model = copy.deepcopy(pretrained(seed))
     if case == "LoRA":
         model.requires_grad_(False)
@@ -314,7 +313,7 @@ def tuned(case: str, seed: int) -> nn.Module:
 
 
 def fine_tune(run: Mapping[str, Any]) -> float:
-    """Continue training on the text of Python's manual; "before" is the loss at the beginning."""
+    """Fine-tune on the text of Python's manual; "before" is the initial loss."""
     task, case = TorchTask(*SHAPE, packages=("pydoc_data",)), run["case"].split(",")[0]
     if run["method"] == "before":
         model = tuned(case, run["seed"]).eval()
@@ -328,14 +327,14 @@ def fine_tune(run: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Study:
-    """One question, with its rows, their training, and the words of the report.
+    """One question, with its rows, their training, and the text of the report.
 
     A run is identified by a dictionary with ``study``, ``case``, ``lr``, ``seed`` and ``method``.
 
     Attributes:
         title: the table's title.
-        cases: maps the name of a row to dense's rates, beginning with a usual one.
-        train: returns the held-out loss of a run.
+        cases: name of a row -> dense's rates, beginning with the usual rate.
+        train: function that returns a run's held-out loss.
         methods: the methods compared; the first is "dense".
         improvement: whether the table shows shares of dense's improvement over "before".
     """
@@ -348,12 +347,12 @@ class Study:
 
 
 def grid(first: float) -> tuple[float, ...]:
-    """Return rates around the first one."""
+    """Return rates around ``first``."""
     return tuple(first * FACTOR**power for power in sorted(range(-4, 5), key=abs))
 
 
 def is_there(study: str, case: str) -> bool:
-    """Return whether an optimizer can be run here; the report has finished runs in either case."""
+    """Return whether an optimizer can run here; the report has finished runs in any case."""
     own = study != "optimizers" or case in [*OPTIMIZERS][:10]
     return own or importlib.util.find_spec("pytorch_optimizer") is not None
 
@@ -421,7 +420,7 @@ class Results:
 def best_rate(results: Results, name: str, case: str, *, search: bool = False) -> float:
     """Return dense's best rate among those tried, or else the usual one.
 
-    A search starts from the usual rate and continues on either side as long as the loss falls.
+    A search starts at the usual rate and continues in either direction while the loss falls.
     """
     tried: dict[float, float] = {}
     for rate in STUDIES[name].cases[case]:
@@ -435,13 +434,13 @@ def best_rate(results: Results, name: str, case: str, *, search: bool = False) -
 
 
 def spread(values: Sequence[float], digits: int = 1, sign: str = "+") -> str:
-    """Format mean and deviation."""
+    """Format mean and standard deviation."""
     text = f"{fmean(values):{sign}.{digits}f}"
     return text + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
 def row_of(results: Results, name: str, case: str) -> str:
-    """Return a row of a table, or no row if there is nothing to compare."""
+    """Return a row of a table, or an empty string if there is nothing to compare."""
     study, lr = STUDIES[name], best_rate(results, name, case)
     found: dict[str, dict[int, float]] = {}
     for method in ("before", *study.methods):

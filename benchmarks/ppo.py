@@ -1,12 +1,12 @@
-"""Train PPO with ranks that collect for unequal times; compare averaging schemes by return and time.
+"""Compare averaging schemes for PPO by return and time; ranks collect for unequal times.
 
     python benchmarks/ppo.py     (writes benchmarks/ppo.md, .json)
     python benchmarks/ppo.py --ranks 2 --runs 1 --iterations 5 --algorithm allreduce,local
 
 CartPole replaces the Habitat navigation of WAGMA's section 5.4, which is out of reach (see
-``sparsync_papers.workloads.ppo``).  A step of CartPole takes microseconds, and a rendered step
-milliseconds. ``--step-seconds`` sleeps for this long per step, so that a waiting rank does not free
-a core for the others. Rows are written as soon as they are done, so a run can be interrupted.
+``sparsync_papers.workloads.ppo``).  A step of CartPole takes microseconds, a rendered step
+milliseconds; ``--step-seconds`` adds a sleep of this length per step, so that a waiting rank does
+not free a core for the others. Every row is written once it is done, so a run can be interrupted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sparsync.cli.output import progress
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.ppo import Ppo
 
-# these are our values, except for 8, which is WAGMA's synchronization period in 5.4
+# our choices, except for 8, which is WAGMA's synchronisation period in section 5.4
 OPTIONS = {"wagma": {"sync_period": 8}, "local": {"period": 1}}
 
 
 def train(algorithm: str, seed: int, args: argparse.Namespace) -> dict:
-    """Train on this rank, together with all others; return their combined measurements."""
+    """Train on all ranks; return their combined measurements."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     task = Ppo(environment=args.environment, episodes=args.episodes)
     model = task.make_model(seed)
@@ -113,7 +113,7 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Train every scheme the requested number of times, with one seed after the other."""
+    """Train every scheme once per seed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", default="wagma,allreduce,local", help=", ".join(SCHEMES))
     parser.add_argument("--ranks", type=int, default=4)

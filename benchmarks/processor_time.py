@@ -4,9 +4,9 @@
     python benchmarks/processor_time.py --growth   (40 minutes, 10 GB; appends how cost grows, with
                                                     benchmarks/processor_time.png)
 
-Every rank is a process with one thread of torch, connected over ZeroMQ on this machine.  Processor time
-is that of all threads of a rank, ZeroMQ's included.  It is divided by that of ``a.add_(b)`` on all ranks
-at once, which takes turns with the exchanges in the same processes.
+Every rank is a process with one thread of torch, connected over ZeroMQ on this machine.  Processor
+time is summed over all threads of a rank, including ZeroMQ's. It is relative to the processor time
+of ``a.add_(b)`` on all ranks at once, which alternates with the exchanges in the same processes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Seconds = dict[str, float]
 class _OnProcessorTime(ZmqCommunicator):  # final for users; stages then book processor time
     @property
     def now(self) -> float:
-        """Processor time of all threads."""
+        """The processor time of all threads."""
         return time.process_time()
 
 
@@ -70,7 +70,7 @@ class Exchange:
         self.residual = Residual(size, torch.float32, torch.device("cpu"))
 
     def select(self, gradient: Tensor) -> Vector:
-        """Return the entries or values to exchange; ``budgeted`` selects now, which is not timed."""
+        """Return the entries or values to exchange; this includes ``budgeted``'s selection, not timed."""
         if self.name == "budgeted":
             self.residual.accumulate(0, gradient)
             whole = self.residual.accumulated
@@ -80,7 +80,7 @@ class Exchange:
 
 
 async def once(comm: Communicator, exchange: Exchange, gradient: Tensor) -> Seconds:
-    """Exchange a gradient, which becomes the average; return the processor seconds of the parts."""
+    """Exchange a gradient, which becomes the average; return the processor seconds of each part."""
     selected, before = exchange.select(gradient), dict(comm.ledger.stages)
     times = [time.process_time()]
     with comm.stage("communicate"):
@@ -97,7 +97,7 @@ async def once(comm: Communicator, exchange: Exchange, gradient: Tensor) -> Seco
 
 
 def measure(names: tuple[str, ...], size: int, turns: int) -> dict[str, Seconds]:
-    """Return a rank's processor seconds of every exchange and of add_, averaged over the ranks."""
+    """Return the processor seconds of every exchange and of ``add_``, averaged over ranks."""
     torch.set_num_threads(1)
     gloo = TorchCommunicator(timeout=600)
     rank, ranks = gloo.rank, gloo.world_size
@@ -125,7 +125,7 @@ def measure(names: tuple[str, ...], size: int, turns: int) -> dict[str, Seconds]
 
 
 def _keep_fastest(best: dict[str, Seconds], kind: str, new: Seconds) -> None:
-    """Keep the fastest turn of each part, because other work on the machine only adds to a turn."""
+    """Keep the fastest turn of each part, because other work on the machine only adds time."""
     old = best.get(kind, new)
     best[kind] = {part: min(old[part], seconds) for part, seconds in new.items()}
 
@@ -152,7 +152,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def ratios(name: str, ranks: int, times: Seconds) -> list[str]:
-    """Return a row: parts and phases over add_."""
+    """Return a row with parts and phases relative to ``add_``."""
     add = times["add_"]
     whole = sum(times[part] for part in PARTS)
     cells = [f"{times[part] / add:.2f}" for part in PARTS]
@@ -217,12 +217,12 @@ def growth_report(by_size: dict[int, dict[str, Seconds]], by_ranks: dict[str, An
 
 
 def per_element(times: Seconds, size: int) -> float:
-    """Return the processor time of a whole exchange over that of ``add_``, both per element."""
+    """Return the processor time per element of a whole exchange, relative to ``add_``."""
     return sum(times[part] for part in PARTS) / times["add_"]
 
 
 def draw(by_size: dict[int, dict[str, Seconds]], by_ranks: dict[str, Any], path: Path) -> None:
-    """Draw both kinds of growth."""
+    """Plot the growth with n and with P."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")

@@ -4,9 +4,9 @@
     python benchmarks/redsync.py --only lstm --seeds 1  (runs with "lstm" in their name, one seed)
 
 Part "convergence" asks the question of Table 1 and Figure 6: are RedSync and its quantised form as
-good as dense after equal steps?  Part "batches" asks that of Table 2: are they also as good with large
-batches, after equal epochs?  Finished runs are kept in the .json and not repeated, so a run can be
-interrupted; the table shows all finished runs.
+good as dense after the same number of steps? Part "batches" asks the question of Table 2: are they
+as good with large batches, after the same number of epochs? Finished runs are stored in the .json
+and not repeated, so a run can be interrupted; the table shows all finished runs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WHY = (
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """Yield algorithm and density; dense first."""
+    """Yield algorithms and densities, beginning with dense."""
     yield "dense", 1.0
     for name in args.algorithms:
         yield from ((name, density) for density in DENSITIES)
@@ -63,7 +63,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, float]]:
 def convergence(
     args: argparse.Namespace, workload: str, algorithm: str, density: float, seed: int
 ) -> dict:
-    """Return the settings of a run of the first part."""
+    """Return the settings of a run in part "convergence"."""
     return {
         "part": "convergence",
         "workload": workload,
@@ -77,7 +77,7 @@ def convergence(
 
 
 def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> dict:
-    """Return the settings of a run of the second part, which has equal epochs for every batch size."""
+    """Return the settings of a run in part "batches", with equally many epochs for every batch size."""
     images = len(DigitsWorkload().parts[0][1])
     return {
         "part": "batches",
@@ -92,7 +92,7 @@ def batch(args: argparse.Namespace, total: int, algorithm: str, lr: float) -> di
 
 
 def best_dense(args: argparse.Namespace, runs: Runs, total: int) -> dict | None:
-    """Return the run of dense at its best learning rate, once all of its runs are done."""
+    """Return dense's run at its best learning rate, once all of dense's runs are done."""
     base = workload_class("digits").defaults.sgd_lr
     tried = [runs.find(batch(args, total, "dense", times * base)) for times in BATCH_LRS]
     if any(run is None for run in tried):
@@ -101,12 +101,12 @@ def best_dense(args: argparse.Namespace, runs: Runs, total: int) -> dict | None:
 
 
 def make(runs: Runs, spec: dict) -> None:
-    """Make one run; the learning rate grows over a fifteenth of the steps."""
+    """Make one run; the learning rate warms up over a fifteenth of the steps."""
     runs.make(spec, lr_warmup_steps=max(1, spec["steps"] // WARMUP))
 
 
 def run_all(args: argparse.Namespace, runs: Runs) -> None:
-    """Make the missing runs: first row by row with all seeds, then the batch sizes."""
+    """Make the missing runs: first each row with all seeds, then the batch sizes."""
     for workload in ("digits", "lstm"):
         for algorithm, density in rows(args):
             for seed in range(args.seeds):
@@ -152,9 +152,9 @@ def convergence_table(
     measure: Callable[[dict], float],
     sign: int,
 ) -> list[str]:
-    """Return mean and standard deviation over seeds, and whether they are as good as those of dense.
+    """Return mean and standard deviation over seeds, and whether the results are as good as dense.
 
-    A larger ``sign`` times ``measure`` is better.
+    Larger values of ``sign * measure`` are better.
     """
     defaults = workload_class(workload).defaults
     clip = f", clip {defaults.clip:g}" if defaults.clip else ""

@@ -1,8 +1,9 @@
-"""Split a RedSync step's time into selecting, masking, packing, communicating, unpacking (Figure 10).
+"""Split the time of a RedSync step into the phases of Figure 10.
 
     python benchmarks/redsync_phases.py     (2 minutes; writes benchmarks/redsync_phases.md and .png)
 
-The step is simulated by ``sparsync_papers.reproduce.redsync_phases``.
+``sparsync_papers.reproduce.redsync_phases`` simulates the step: select, mask, pack, communicate,
+unpack.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Measured = dict[str, dict[int, dict[str, float]]]  # seconds by scheme, ranks an
 
 
 def table(measured: Measured) -> str:
-    """Return milliseconds per stage, and the share of unpack."""
+    """Return the milliseconds per stage, and the share of unpacking."""
     lines = [f"| | P | {' | '.join(STAGES)} | together | unpack |", "|---|" + "---:|" * 8]
     for scheme, rows in measured.items():
         for ranks, row in list(rows.items())[::2]:
@@ -49,7 +50,7 @@ WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.6
 
 
 def picture(measured: dict[str, Measured], path: Path) -> None:
-    """Plot the shares of the two published schemes over P, and the seconds of all at the last P."""
+    """Plot the published schemes' stage shares over P, and all schemes' seconds at the last P."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")

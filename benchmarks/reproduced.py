@@ -29,7 +29,7 @@ OURS = re.compile(r"\(not in the paper\)")
 
 
 def cells_of(line: str) -> list[str]:
-    """Return the cells of a row of a Markdown table, or no cells for any other line."""
+    """Return the cells of a Markdown table row, or nothing for any other line."""
     return [cell.strip() for cell in line.strip().strip("|").split("|")] if "|" in line else []
 
 
@@ -51,7 +51,7 @@ def lines_of(artifact: dict) -> list[str]:
 
 
 def kept(text: str) -> dict[str, list[str]]:
-    """Return the rows of an earlier document by artifact."""
+    """Return the rows of an earlier report, by artifact."""
     rows: dict[str, list[str]] = {}
     for line in text.splitlines():
         cells = cells_of(line)
@@ -62,7 +62,7 @@ def kept(text: str) -> dict[str, list[str]]:
 
 
 def count(text: str) -> Counter[str]:
-    r"""Return how many answers "same conclusion?" of a document are yes, no, and not the papers' at all.
+    r"""Count a report's answers to "same conclusion?": yes, no, and rows that are not the papers'.
 
     Example:
         >>> count("| what | same conclusion? |\n|---|---|\n| a | yes |\n| b | **no**: short |")
@@ -85,7 +85,7 @@ def count(text: str) -> Counter[str]:
 
 
 def report(artifacts: list[dict], before: dict[str, list[str]]) -> str:
-    """Return the document: new rows where an artifact was run, and otherwise those of ``before``."""
+    """Return the report: new rows for artifacts that were run, and otherwise the rows of ``before``."""
     new = {artifact["name"]: lines_of(artifact) for artifact in artifacts}
     names = [artifact.name for artifact in ARTIFACTS]
     lines = [line for name in names for line in new.get(name, before.get(name, []))]
@@ -116,7 +116,7 @@ def report(artifacts: list[dict], before: dict[str, list[str]]) -> str:
 
 
 def print_counts() -> None:
-    """Print the answers of every report of this folder, and their sum."""
+    """Print the counts for every report in this folder, and their sum."""
     whole: Counter[str] = Counter()
     for path in sorted(FOLDER.glob("*.md")):
         found = count(path.read_text("utf-8"))
@@ -128,7 +128,7 @@ def print_counts() -> None:
 
 
 def main() -> None:
-    """Read the existing files, in the catalogue's order."""
+    """Read the result files in the catalogue's order; write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", help="of sparsync reproduce --out")
     parser.add_argument("--count", action="store_true", help="only count the answers")

@@ -1,4 +1,4 @@
-"""Many training runs, one after the other, kept in a file so that an interrupted table can go on."""
+"""Training runs, one after the other, stored in a file so that an interrupted table can continue."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Runs:
     """Finished training runs, with their settings and results.
 
     Args:
-        path: the JSON file, which is read now and written after every run.
+        path: the JSON file; read on construction, and written after every run.
         ranks: the number of ranks in every run.
-        wanted: a part of the names of the runs to make; a name has all values of the specification.
+        wanted: substring of the names of the runs to make; a name contains all values of the
+        specification.
         after: called after every run.
     """
 
@@ -41,7 +42,7 @@ class Runs:
         return next((run for run in self.done if run["settings"] == spec), None)
 
     def make(self, spec: Spec, **options: Any) -> None:
-        """Train, unless the run is already done or not selected.
+        """Train, unless the run is finished or not selected.
 
         Args:
             spec: "algorithm", any names that begin with "part", and fields of ``TrainSettings``.

@@ -1,13 +1,13 @@
-"""Compare AdamW's one line with dense AdamW for more ranks and larger models, on virtual ranks.
+"""Compare ``attach`` with dense AdamW for more ranks and larger models, on virtual ranks.
 
     python benchmarks/scale.py --tasks gpt-100k --ranks 4,8,16,32 --batches rank,all
     python benchmarks/scale.py --tasks gpt-1m --ranks 8 --rates 0.002 --seeds 1,2
     python benchmarks/scale.py --report    (only writes the table)
 
-With ``rank``, every rank keeps its batch and the global batch grows with P; with ``all``, the global
-batch stays that of four ranks.  Dense AdamW trains at every rate, and the one line is compared at the
-best of them.  Every finished run is a line of ``scale/results.jsonl`` and is not repeated; ``scale.md``
-is made from these lines alone.
+With ``rank``, every rank keeps its batch size, so the global batch grows with P; with ``all``, the
+global batch stays as large as for four ranks. Dense AdamW trains at every rate, and the comparison
+uses its best rate.  Every finished run is a line of ``scale/results.jsonl`` and is not repeated;
+``scale.md`` is made from these lines alone.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def main() -> None:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def done(run: dict[str, Any]) -> dict[str, Any]:
-        """Return the finished run, made now unless it was before."""
+        """Return a finished run; make it if it is missing."""
         for row in rows():
             if run.items() <= row.items():
                 return row

@@ -1,4 +1,4 @@
-"""Compare AdamW's one line with dense AdamW at the same rate, under nine schedules, on virtual ranks.
+"""Compare ``attach`` with dense AdamW at the same rate, under nine schedules, on virtual ranks.
 
     python benchmarks/schedules.py --tasks torch-100k,bytes-100k --schedules cosine-0,linear-0 --seeds 1,2
     python benchmarks/schedules.py --methods uncorrected,two-bits    (other candidates for the default)
@@ -41,7 +41,7 @@ WARMUP = 20  # warm-up steps of every schedule except OneCycle
 
 
 def cosine(part: float) -> float:
-    """Return half a cosine from 1 at 0 to 0 at 1."""
+    """Return half a cosine wave, which falls from 1 at 0 to 0 at 1."""
     return (1 + math.cos(math.pi * part)) / 2
 
 
@@ -63,7 +63,7 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = MappingProxyType(
 
 
 def rate_at(schedule: str, step: int, steps: int) -> float:
-    """Return the rate, as a fraction of the largest rate.
+    """Return the learning rate as a fraction of the largest.
 
     Example:
         >>> [round(rate_at("linear-0", step, 40), 3) for step in (0, 19, 20, 39)]
@@ -144,7 +144,7 @@ class TorchTask:
 
 
 class WorkloadTask:
-    """Trains a model of ``frontier.py``, a GPT without biases or an LSTM, and clips gradients at 1.0."""
+    """A task that trains a model of ``frontier.py`` (a GPT without biases, or an LSTM); clips at 1.0."""
 
     clip = 1.0
 
@@ -198,7 +198,7 @@ class DigitsTask:
 
 
 class RegressionTask:
-    """A task that trains a linear layer to copy ten of its inputs, as in ``docs/quick-start.md``."""
+    """A task in which a linear layer learns to copy ten inputs, as in ``docs/quick-start.md``."""
 
     clip = math.inf
 
@@ -224,7 +224,7 @@ class RegressionTask:
 
 TASKS: Mapping[str, tuple[Callable[[], Any], tuple[float, ...]]] = MappingProxyType(
     {
-        # with dense AdamW's best rate, half and a quarter of it
+        # rates: dense AdamW's best, half of it, and a quarter of it
         "torch-100k": (lambda: TorchTask(32, 64, 2), (1.6e-2, 8e-3, 4e-3)),
         "bytes-100k": (
             lambda: WorkloadTask(GptWorkload(context=128, width=64, layers=2)),
@@ -243,7 +243,7 @@ TASKS: Mapping[str, tuple[Callable[[], Any], tuple[float, ...]]] = MappingProxyT
 METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "updates": DEFAULT,
-        # the default of larger models
+        # the default for larger models
         "two-bits": TWO_BITS,
         "one-bit": ONE_BIT,
         "four-bits": {**ONE_BIT, "algorithm": resolve("quantised", bits=4, block=512)},
@@ -259,7 +259,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def largest_ratio(optimizer: torch.optim.Optimizer) -> float:
-    """Return the largest abs(m) / sqrt(v)."""
+    """Return the largest abs(m) / sqrt(v) of any element."""
     found = [0.0]
     for state in optimizer.state.values():
         root = state["exp_avg_sq"].sqrt()

@@ -2,7 +2,8 @@
 
     python benchmarks/selection.py        (10 minutes, 3 GB; writes selection.md and selection.png)
 
-For each input, it is equivalent to ``sparsync bench --selectors --plot benchmarks/selection.png``.
+For each input, this is equivalent to ``sparsync bench --selectors --plot
+benchmarks/selection.png``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WIDTH = 88  # characters
 
 
 def main() -> None:
-    """Measure, plot the figure's input, then write the page."""
+    """Measure all inputs, plot the figure's input, and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     parser.add_argument("--sizes", default=DEFAULT_SIZES)

@@ -1,4 +1,4 @@
-"""Networks for images of digits, small enough to train in seconds: a ResNet and a vision transformer."""
+"""Networks for digits that train in seconds: a ResNet and a vision transformer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ResNet(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions, and a path around them."""
+    """Two convolutions and a shortcut."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ResidualBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A transformer, made of torch's own layers, over sixteen patches of images `[batch, 1, 8, 8]`."""
+    """A transformer of torch's own layers over sixteen patches of images `[batch, 1, 8, 8]`."""
 
     def __init__(self, width: int = 64, layers: int = 3) -> None:
         super().__init__()
@@ -73,9 +73,9 @@ class VisionTransformer(nn.Module):
 
 
 def held_out_digits() -> tuple[Tensor, Tensor]:
-    """Return the held-out images, shifted by up to a pixel in all nine ways, and their digits.
+    """Return the held-out images with all nine shifts by up to a pixel, and their digits.
 
-    Among the 359 unshifted images, two or three would dominate the loss of a trained network.
+    Without the shifts, two or three of the 359 images would dominate a trained network's loss.
     """
     images, digits = DigitsWorkload().held_out()
     padded = F.pad(images, (1, 1, 1, 1))

@@ -2,12 +2,12 @@
 
     python benchmarks/small_parameters.py [CASE]    (6 minutes; writes benchmarks/small_parameters.md)
 
-There are two ranks on loopback, without a slow link.  The same two processes train the models of a
-row in turn, for two steps each; updates are exchanged after the second step.  Figures are medians
-and ratios of medians, of wall-clock time and, in parentheses, of the process's processor time,
-which other jobs on the machine disturb less.  The excess over 1 is the cost of an exchange, which
-does not pay off without a slow link, and of Python code for every parameter.  Results for a CASE (a
-part of its name) are only printed.
+Two ranks communicate over loopback, without a slow link. The same two processes train the models of
+a row in turn, for two steps each; updates are exchanged after the second step. Figures are medians,
+and ratios of medians, of wall-clock time and, in parentheses, of processor time, which other jobs
+on the machine disturb less. The excess over 1 is the cost of the exchange, which does not pay off
+without a slow link, and of the Python code per parameter. Results for a CASE (a substring of its
+name) are only printed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIDTH, LAYERS, WORDS, TOKENS, BATCH = 64, 24, 512, 64, 4
 
 
 class Chain(nn.Module):
-    """Parameters of one size, with two operations for each."""
+    """Parameters of one size, with two operations each."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.words(x)))
 
 
-# for each name: the count and size of parameters (None for the transformer), and unit_bytes
+# name -> count and size of parameters (None for the transformer), and unit_bytes
 CASES: dict[str, tuple[tuple[int, int] | None, int | None]] = {
     "1,000 x 8": ((1_000, 8), None),
     "3,000 x 8": ((3_000, 8), None),
@@ -109,7 +109,7 @@ def stepper(way: str, shape: tuple[int, int] | None, unit_bytes: int | None) -> 
 def measure(
     shape: tuple[int, int] | None, unit_bytes: int | None
 ) -> dict[str, tuple[float, float]]:
-    """Return rank 0's median seconds per step, of wall-clock and processor time, for every variant."""
+    """Return rank 0's median wall-clock and processor seconds per step for every variant."""
     ways = dict.fromkeys([*WAYS.values(), *WAYS])
     steps = {way: stepper(way, shape, unit_bytes) for way in ways}
     spent: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}

@@ -1,18 +1,18 @@
-"""Train for hours with delays, overflows, restarts and killed ranks; nothing may be lost or leak.
+"""Train for hours with delays, overflows, restarts and killed ranks; check for losses and leaks.
 
     python benchmarks/soak.py                  (Linux; 2 hours; writes benchmarks/soak.md, .json, .png)
     python benchmarks/soak.py --minutes 5
 
-The job has several lives.  In each life, all ranks train a small model under DDP over ZeroMQ.  Ranks are
-late at random, gradients overflow at random, and from time to time all ranks close their handles, wrap
-the model again and load the checkpoint, in the same processes.  Every other life ends with a killed rank,
-which the others must report in time.  The next life loads the last checkpoint with a different number of
-ranks.
+The job has several lives.  In each life, all ranks train a small model under DDP over ZeroMQ.
+Ranks are late at random, and gradients overflow at random. From time to time, all ranks close their
+handles, wrap the model again and load the checkpoint, in the same processes.  Every other life ends
+with a killed rank, which the others must report in time.  The next life loads the last checkpoint
+with a different number of ranks.
 
-The job repeatedly checks the law (all that was accumulated is in the total or in a residual), that
-replicas are equal, that residuals are unchanged after a refused step, that a restart restores the
-state, and that memory, threads and open files do not grow.  The .json is written after every life;
-a later call continues it.
+The job repeatedly checks the law (everything accumulated is in the total or in a residual), that
+replicas are equal, that a refused step leaves residuals unchanged, that a restart restores the
+state, and that memory, threads and open files do not grow. The .json is written after every life; a
+later call continues from it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MIB = 1 << 20
 
 
 class Trainee:
-    """A rank's model, optimizer and handle, all of which are rebuilt in a restart."""
+    """A rank's model, optimizer and handle, which a restart rebuilds."""
 
     def __init__(self, algorithm: str, folder: Path) -> None:
         self.algorithm, self.folder = algorithm, folder
@@ -117,7 +117,7 @@ class Trainee:
         return torch.cat([kept.get(name, zeros[name]) for name in zeros])
 
     def moved(self, saved: Sequence[Mapping[str, Tensor]]) -> float:
-        """Return the difference between the total residual and the saved one, over its rounding."""
+        """Return the difference between the total residual and the saved total, relative to rounding."""
         if not saved:
             return 0.0
         names = [name for name, _ in self.net.named_parameters()]
@@ -128,7 +128,7 @@ class Trainee:
         return float(((now - was.sum(0)).abs() / bound).max())
 
     def train(self, *, watched: bool = True) -> None:
-        """Do one step, which may be late, overflow, and be checked."""
+        """Run one step, which may be late, overflow, and be checked."""
         rank, step = dist.get_rank(), self.step
         common, own = random.Random(f"step {step}"), random.Random(f"{step} of {rank}")
         if own.random() < LATE:
@@ -163,7 +163,7 @@ class Trainee:
         sums = torch.stack([accumulated, self.residual().double(), accumulated.abs()])
         dist.all_reduce(sums)
         average = torch.cat([p.grad.flatten() for p in parameters]).double()
-        # there is one more rounding than in the law, because the average was divided by P
+        # one more rounding than in the law, because the average was divided by P
         bound = (world_size + 3) * 2.0**-24 * sums[2] + 2.0**-126
         off = (sums[0] - world_size * average - sums[1]).abs() / bound
         self.worst = max(self.worst, float(off.max()))
@@ -178,8 +178,8 @@ class Trainee:
 def sample() -> list[float]:
     """Return this process's memory in MiB, its threads and its open files.
 
-    Python first collects its garbage (DDP's models are in cycles), and the C library returns its
-    free memory, so all that remains is in use.
+    Python first collects garbage (DDP's models are in cycles), and the C library returns free
+    memory, so all remaining memory is in use.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -196,7 +196,7 @@ def saved_residuals(folder: Path) -> list[Mapping[str, Tensor]]:
 
 
 def live(algorithm: str, folder: str, seconds: float, dies: bool) -> None:
-    """Train for this long and record what was observed; finally, one rank is killed if it ``dies``."""
+    """Train for this many seconds and record observations; if one rank ``dies``, kill it at the end."""
     torch.set_num_threads(1)
     waiting = saved_residuals(Path(folder))
     rank, trainee = dist.get_rank(), Trainee(algorithm, Path(folder))
@@ -267,7 +267,7 @@ def one_life(number: int, seconds: float, folder: Path) -> dict:
 
 
 def main() -> None:
-    """Continue with the lives that the .json does not have yet."""
+    """Run the lives that the .json does not have yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(""))

@@ -1,4 +1,4 @@
-"""The report of a soak, which ``soak.py`` runs: a table, and memory over time."""
+"""The report of a soak test (``soak.py``): a table, and a plot of memory over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLAT = 0.02  # share by which it may grow
 
 
 def growth(samples: list[list[float]], column: int) -> float:
-    """Return a column's growth: the last third after the warm-up, relative to the first third."""
+    """Return a column's growth after the warm-up, from the first third to the last."""
     warm = [row[column] for row in samples if row[0] >= WARM * samples[-1][0]]
     third = max(len(warm) // 3, 1)
     return median(warm[-third:]) / median(warm[:third]) - 1

@@ -2,7 +2,7 @@
 
     python benchmarks/sparcml.py        (5 minutes; writes benchmarks/sparcml.md, .json; resumes)
 
-It is equivalent to ``sparsync train --ranks 4 --steps 300 --density 0.03125 --lr LR --algorithm
+This is equivalent to ``sparsync train --ranks 4 --steps 300 --density 0.03125 --lr LR --algorithm
 NAME``.
 """
 

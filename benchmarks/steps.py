@@ -1,16 +1,17 @@
-"""Fit the study's model of how many more steps than dense a method needs to the frontier's curves.
+"""Fit the study's model of step counts relative to dense to the frontier's curves.
 
     python benchmarks/steps.py     (seconds; writes benchmarks/steps.md, and coefficients into papers/)
 
-The data are the runs in `frontier/results.jsonl`; nothing is trained. An observation is the ratio of a
-method's steps to dense's, up to the loss that dense training with the same optimizer has after half, two
-thirds and all of its run. The method's steps are the fewest of its runs of any length, averaged over
-seeds. A loss that no run reaches gives a lower bound, the length of the longest run. Settings in which
-dense's own loss rises along the way are excluded. The logarithm of the ratio is linear in the features, a
-bound counts as the value expected beyond it (a Tobit model), coefficients have a normal prior around 0,
-and each task adds its own term. Methods that the model does not describe are excluded (signs, adaptive
-periods, 1-bit Adam); bits per value and samples per rank made no difference that could be fitted.
-Features and priors were chosen by the errors on held-out tasks, so errors on a new task may be larger.
+The data are the runs in `frontier/results.jsonl`; nothing is trained. An observation is the ratio
+of a method's steps to dense's steps, up to the loss that dense training with the same optimizer has
+after half, two thirds and all of its run. The method's steps are the fewest in its runs of any
+length, averaged over seeds. If no run reaches the loss, the length of the longest run gives a lower
+bound. Settings in which dense's own loss rises along the way are excluded. The logarithm of the
+ratio is linear in the features. A bound counts as the value expected beyond it (a Tobit model),
+coefficients have a normal prior around 0, and each task adds its own term. Methods that the model
+does not describe are excluded (signs, adaptive periods, 1-bit Adam). Bits per value and samples per
+rank had no measurable effect. Features and priors were chosen by the errors on held-out tasks, so
+errors on a new task may be larger.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ DIGITS = 4  # of coefficients in the package
 
 @dataclass(frozen=True)
 class Observation:
-    """A measured ratio, or a bound that it exceeds."""
+    """A measured ratio, or a lower bound of it."""
 
     task: str
     method: str
@@ -82,7 +83,7 @@ class Observation:
         return features(self.recipe, self.optimizer, self.ranks, self.steps)
 
 
-# for SGD with momentum 0.9, the steps to the loss of dense after 100: benchmarks/train_lab.md
+# SGD with momentum 0.9: steps to dense's loss after 100 steps (benchmarks/train_lab.md)
 OF_SGD = (
     Observation("train_lab", "budgeted", "sgd", 4, 8, 100, 1.0, Recipe("sparse gradients"), 1.05),
     Observation("train_lab", "powersgd-r4", "sgd", 4, 8, 100, 1.0, Recipe("low-rank"), 1.16),
@@ -114,7 +115,7 @@ def recipe_of(name: str) -> Recipe | None:
 
 
 def observations(rows: Sequence[Row]) -> list[Observation]:
-    """Return the ratios of all methods that the model describes, where dense has a matching run."""
+    """Return the ratios of all methods that the model describes, if dense has a matching run."""
     found, finished = list(OF_SGD), [row for row in rows if not row["lab"]]
     for place in dict.fromkeys((row["task"], row["ranks"], row["batch"]) for row in finished):
         here = [row for row in finished if (row["task"], row["ranks"], row["batch"]) == place]
@@ -131,12 +132,12 @@ def observations(rows: Sequence[Row]) -> list[Observation]:
 
 
 def keys_of(runs: Mapping[int, Mapping[tuple[str, str], Entry]]) -> list[tuple[str, str]]:
-    """Return methods and optimizers of runs of any length."""
+    """Return the methods and optimizers of runs of any length."""
     return sorted({key for made in runs.values() for key in made})
 
 
 def progresses(dense: Entry) -> bool:
-    """Return whether the loss of dense falls throughout; if it does not, steps to a loss are noise."""
+    """Return whether dense's loss falls throughout; otherwise, steps to a loss are noise."""
     return not dense.diverged and all(
         after <= NOISE * before
         for row in dense.best
@@ -145,7 +146,7 @@ def progresses(dense: Entry) -> bool:
 
 
 def ratios(place: Observation, dense: Entry, own: Sequence[Entry]) -> Iterator[Observation]:
-    """Yield the observations of one method with one setting, whose weights add up to one."""
+    """Yield the observations of a method in one setting; their weights add up to one."""
     for part in PARTS:
         aim = part * place.steps
         goals = {seed: value_at(row["curve"], aim) for seed, row in dense.by_seed.items()}
@@ -175,7 +176,7 @@ class Fit:
     spread: float
 
     def log_ratio(self, seen: Observation) -> float:
-        """Predict a ratio; features that were not in the data add nothing."""
+        """Predict a ratio's logarithm; features that were not in the data add nothing."""
         return sum(self.coefficients.get(name, 0.0) * x for name, x in seen.features.items())
 
 
@@ -185,7 +186,7 @@ def numbers(given: Sequence[Any]) -> torch.Tensor:
 
 
 def fit(data: Sequence[Observation]) -> Fit:
-    """Fit by least squares with a prior, replacing bounds by the value expected beyond them."""
+    """Fit by least squares with a prior; replace bounds by the values expected beyond them."""
     names = list(dict.fromkeys(name for seen in data for name in seen.features))
     tasks = list(dict.fromkeys(seen.task for seen in data))
     deviation = [DEVIATIONS.get(name, FAMILY_DEVIATION) for name in names]
@@ -226,7 +227,7 @@ def likely(errors: Sequence[float]) -> float:
 
 
 def written(data: Sequence[Observation], found: Fit) -> str:
-    """Return the lines of the package's file, as its formatter would write them."""
+    """Return the lines of the package's file, formatted as ruff would."""
     factor = likely(
         [abs(math.log(seen.ratio) - log) for seen, log in left_out(data) if not seen.bound]
     )

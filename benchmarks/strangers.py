@@ -1,9 +1,10 @@
-"""Measure the longest exchange while strangers try to enter at a rank's port.
+"""Measure the longest exchange while strangers attack a rank's port.
 
     python benchmarks/strangers.py     (a minute; writes benchmarks/strangers.md)
 
-Two ranks exchange 64 KiB over ZeroMQ, without keys, again and again.  Meanwhile a third process sends
-of empty parts in one message, sends 60,000 messages of another job, or holds 132 connections open.
+Two ranks repeatedly exchange 64 KiB over ZeroMQ, without keys. Meanwhile, a third process sends
+millions of empty parts in one message, sends 60,000 messages of another job, or holds 132
+connections open.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def empty_parts(address: str, until: float) -> None:
 
 
 def foreign_headers(address: str, until: float) -> None:
-    """Send 60,000 messages of jobs that nobody knows."""
+    """Send 60,000 messages of unknown jobs."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
         stranger.linger, stranger.sndhwm = 0, 0
         stranger.connect(address)
@@ -56,7 +57,7 @@ def foreign_headers(address: str, until: float) -> None:
 
 
 def held_connections(address: str, until: float) -> None:
-    """Hold 132 connections that say nothing."""
+    """Hold 132 silent connections open."""
     with ExitStack() as stack:
         for _ in range(132):
             with suppress(OSError):
@@ -73,7 +74,7 @@ CASES: dict[str, Callable[[str, float], None] | None] = {
 
 
 def rank_of(number: int, port: int, tell: Any) -> None:
-    """Exchange with the other rank; report rank 0's address, and at the end the longest exchange."""
+    """Exchange with the other rank; report rank 0's address first, and the longest exchange last."""
     store = TCPStore("127.0.0.1", port, 2, number == 0)
     with ZmqCommunicator(number, 2, store=store, timeout=60.0) as comm:
         if number == 0:
@@ -84,7 +85,7 @@ def rank_of(number: int, port: int, tell: Any) -> None:
         while going:
             began = time.monotonic()
             receiving = comm.irecv(1 - number, len(mine), "exchange", RAW)
-            # rank 0 decides when both end
+            # rank 0 decides when both ranks end
             mine[0] = int(began < until)
             comm.isend(mine, 1 - number, "exchange", RAW).wait()
             receiving.wait()

@@ -27,7 +27,7 @@ REPEATS = 7
 
 
 def delta(size: int, value_bytes: int, index_bytes: int = 4) -> int:
-    """Return the most entries with which sparse is not longer than dense, ``N i / (c + i)``."""
+    """Return the largest number of entries at which sparse is no longer than dense, ``N i / (c + i)``."""
     return size * value_bytes // (index_bytes + value_bytes)
 
 
@@ -39,7 +39,7 @@ def operand(nnz: int, seed: int) -> SparseVector:
 
 
 def best(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the shortest time of each call, while all calls take turns."""
+    """Return the shortest time of each call; calls take turns."""
     seconds = dict.fromkeys(calls, float("inf"))
     for _ in range(REPEATS):
         for name, call in calls.items():
@@ -50,7 +50,7 @@ def best(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure() -> list[tuple[float, int, dict[str, float], dict[str, int]]]:
-    """Measure one hop (encode, decode, sum) in both forms, for a result with a fraction of delta."""
+    """Measure one hop (encode, decode, sum) in both forms, for results of several fractions of delta."""
     codec, most = StreamCodec(factor=None), delta(SIZE, value_bytes=4)
     rows = []
     for part in PARTS:
@@ -77,7 +77,7 @@ def measure() -> list[tuple[float, int, dict[str, float], dict[str, int]]]:
 
 
 def break_even(rows: list[tuple[float, int, dict[str, float], dict[str, int]]], rate: float) -> str:
-    """Return the largest measured fraction of delta up to which the sparse hop is faster."""
+    """Return the largest fraction of delta up to which the sparse hop is faster."""
     worth = 0.0
     for part, _, seconds, nbytes in rows:
         over = {form: seconds[form] + nbytes[form] * 8 / rate for form in ("sparse", "dense")}

@@ -5,14 +5,14 @@
     python benchmarks/surface.py --report     (only writes the report)
     python benchmarks/surface.py --predict    (the study's predictions, before any cell is measured)
 
-4 ranks train the frontier's GPT with 8.4 M parameters. The loss at a given step does not depend on the
-network, so curves are the frontier's (``frontier/results.jsonl``). In each cell, a method trains for some
-steps, whose seconds and bytes are measured. Seconds to the loss are the steps to it, times the seconds
-per step.
+4 ranks train the frontier's GPT with 8.4 M parameters. The loss at a given step does not depend on
+the network, so the curves come from ``frontier/results.jsonl``. In each cell, the seconds and bytes
+of a few steps are measured. The time to the loss is the number of steps to the loss, times the
+seconds per step.
 
-``surface/predicted.json`` was written before the nine networks were measured; ``predicted_2.json`` after
-the study had been revised with them, before two other networks were measured; and ``predicted_3.json``
-after a second revision, before two more were measured.
+``surface/predicted.json`` was written before the nine networks were measured. ``predicted_2.json``
+followed after these had led to a revision of the study, before two other networks were measured,
+and ``predicted_3.json`` after a second revision, before two more were measured.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ CURVES, CELLS = HERE / "frontier" / "results.jsonl", HERE / "surface" / "results
 OUT, PICTURE = HERE / "surface.md", HERE.parent / "docs" / "images" / "surface.png"
 RATES, RTTS = ("10mbit", "100mbit", "1gbit"), (0, 20, 80)
 FASTEST = RATES[-1]
-# these networks are not in the tables: two were measured after the first revision of the study, and two
-# after the second
+# networks outside the tables: two were measured after the study's first revision, and two after the
+# second
 HELD_OUT, LAST = ("30mbit,40ms", "300mbit,10ms"), ("20mbit,30ms", "200mbit,50ms")
 RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after this many steps
 LONG = 600  # steps of methods that have not reached the loss after 300; a few need 400
@@ -54,13 +54,12 @@ BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
 SEEDS = 1, 2, 3  # with SGD, whose curves are flat at the comparison; other methods have one seed
 SEEDED = "dense", "powersgd-r4", "gradients"
 SMALLER = ("gpt-1m", 8), ("gpt-100k", 4)  # and their batches, for the fit of steps with SGD
-# these numbers are for predictions: the model's elements, the seconds of a message without a
-# distance, and the seconds of a step without exchange, from the frontier's runs of this model in
-# the lab
+# inputs of predictions: the model's elements, the seconds of a message without distance, and the
+# seconds of a step without exchange, from the frontier's runs of this model in the lab
 PARAMETERS, ALPHA, COMPUTATION = 8_443_552, 50e-6, 0.23
 FRAMED = 1514 / 1448  # bytes on a link for one of a TCP connection
-# methods that send more than MANY_BYTES per parameter and step are measured for 10 steps at rates below
-# FEW_STEPS, and all others for 20
+# at rates below FEW_STEPS, methods that send more than MANY_BYTES per parameter and step are
+# measured for 10 steps, and all others for 20
 MANY_BYTES: Final = 1.0
 FEW_STEPS: Final = 50e6
 
@@ -84,7 +83,8 @@ LINES = (
     Line("DiLoCo, H = 30", "diloco-h30", "adamw", 0.2, LONG),
     Line("DiLoCo, H = 100", "diloco-h100", "adamw", 0.06, LONG),
     Line("SparseLoCo", "sparseloco", "adamw", 0.003, LONG),
-    # one bit was the default when this was measured, and is still the setting for slow links
+    # one bit was the default at the time of the measurements, and still is the setting for slow
+    # links
     Line("attach(model, adamw), 1 bit", "updates-1bit", "adamw", 0.1, default=True),
     Line("H = 2 in 2 fragments, delay 1", "updates-overlap", "adamw", 0.1, choice=True),
     Line("H = 4 in 4 fragments, delay 1", "updates-h4-overlap1", "adamw", 0.06, choice=True),
@@ -110,7 +110,7 @@ def run_of(line: Line, lr: float) -> Run:
 
 
 def train(curves: Results, line: Line) -> None:
-    """Train for a method's curves; with SGD, also at two rates and for smaller models, to fit steps."""
+    """Train for a method's curves; with SGD, also at two rates and on smaller models, for the fit."""
     runs = [run_of(line, lr) for lr in (SGD_RATES if line.optimizer == "sgd" else (RATE,))]
     seeded, places = line.optimizer == "sgd" and line.method in SEEDED, [runs]
     for task, batch in SMALLER if seeded else ():
@@ -129,7 +129,7 @@ def best(curves: Results, line: Line) -> dict[int, Row]:
 
 
 def steps_to_goal(curves: Results, line: Line) -> float | None:
-    """Return the mean steps to dense's loss with the same seed, or None if a seed does not reach it."""
+    """Return the mean steps to dense's loss with the same seed, or None if a seed never reaches it."""
     dense = best(curves, Line("", "dense", line.optimizer, 6.0))
     steps = [
         reached(row["curve"], value_at(dense[seed]["curve"], GOAL))
@@ -141,12 +141,12 @@ def steps_to_goal(curves: Results, line: Line) -> float | None:
 
 
 def as_adamw(line: Line, lab: str) -> bool:
-    """Return whether a method with SGD uses its seconds with AdamW, most of which are the exchange."""
+    """Return whether a method with SGD reuses its seconds with AdamW, most of which are exchange."""
     return line.optimizer == "sgd" and not line.default and not lab.startswith(FASTEST)
 
 
 def time(cells: Results, line: Line, lab: str, lr: float) -> None:
-    """Measure seconds and bytes per step in one cell, over whole periods; a dense phase is 2 steps."""
+    """Measure seconds and bytes per step in a cell, over whole periods; a dense phase is 2 steps."""
     method = METHODS[line.method]
     knobs = {**method.untuned}
     period = {**method.settings, **knobs}.get("period", 1)
@@ -221,7 +221,7 @@ def machine_of(lab: str, ranks: int) -> Machine:
 
 
 def predict(labs: Iterable[str], path: Path) -> None:
-    """Write the current study's prediction for every cell, but never overwrite an existing file."""
+    """Write the current study's predictions for all cells; never overwrite an existing file."""
     said: dict[str, dict[str, object]] = {}
     for lab in labs:
         for optimizer in ("adamw", "sgd"):
@@ -303,7 +303,7 @@ def write(found: dict[tuple[str, str], Cell]) -> None:
 
 
 def draw(found: dict[tuple[str, str], Cell]) -> None:
-    """Plot how many times sooner than dense with the same optimizer each method reaches its loss."""
+    """Plot how many times sooner than dense with the same optimizer each method reaches dense's loss."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import TwoSlopeNorm
 
@@ -337,7 +337,7 @@ def _named(lab: str) -> str:
 
 
 def verdict(found: dict[tuple[str, str], Cell]) -> list[str]:
-    """Report the cells in which our default is the fastest to the loss, and its lag in the others."""
+    """Report the cells in which the default reaches the loss first, and its lag in the others."""
     said = []
     for mine in (line for line in LINES if line.default):
         others = [

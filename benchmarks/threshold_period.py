@@ -1,9 +1,9 @@
-"""Reuse thresholds for tau' steps, or until the count leaves a band; measure steps and deviations.
+"""Compare thresholds reused for tau' steps with thresholds reused until the count leaves a band.
 
     python benchmarks/threshold_period.py                (writes threshold-period.md, .json)
     python benchmarks/threshold_period.py --only LAMB    (only runs with "LAMB" in their name)
 
-All ranks run in one process.  Finished runs are kept in the .json and not repeated.
+All ranks run in one process. Finished runs are stored in the .json and not repeated.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ OPTIMIZERS = {
 
 
 def run(spec: dict, bar) -> dict:
-    """Train with one selector; count its exact steps, and measure how far its counts were from k."""
+    """Train with a selector; count its exact steps, and measure how far its counts are from k."""
     deviations: list[list[float]] = []
     exact: list[int] = []
     renewed: list[int] = []

@@ -2,13 +2,14 @@
 
     python benchmarks/time_to_loss.py     (seconds; writes benchmarks/time_to_loss.md)
 
-Nothing is trained: `frontier/results.jsonl` has the curves, `surface/results.jsonl` and the frontier's
-lab have the seconds per step on real links, and the computation time. The page answers four questions.
+Nothing is trained. The curves come from `frontier/results.jsonl`; the seconds per step on real
+links and the computation time come from `surface/results.jsonl` and the frontier's lab. The page
+answers four questions.
 
 1. What did the study predict for the surface before any of its cells was measured
-(`surface/predicted.json`)? Seven of the nine networks were completely new; some methods had been measured
-at 10 and 100 Mbit/s without a distance. The fit of steps included AdamW's curves for this model, but none
-with SGD.
+(`surface/predicted.json`)? Seven of the nine networks were completely new; at 10 and 100 Mbit/s
+without distance, some methods had been measured before. The fit of steps included AdamW's curves
+for this model, but no curves with SGD.
 
 2. What did a revised study predict for two other networks before they were measured
 (`surface/predicted_2.json`)? The revision added PowerSGD's dense start, the windows that TCP halves in
@@ -17,17 +18,17 @@ method within 10 %, and its fit of steps includes the new curves.
 
 3. What did a second revision predict for two more networks before they were measured
 (`surface/predicted_3.json`)? By then, the causes of the other misses had been found. The lab's send
-buffers were too small where acknowledgements queue with data in the other direction, so dense took up to
-1.3 times its bytes' time over slow and far links; they now have Linux's default size, and all far cells
-were measured again. Connections that share a link lose packets in its queue, and the connection that lost
-the most finishes last. A segment of gloo's ring waits for one latency, not 1.2. SGD's steps are means of
-three seeds, in the surface and in the fit, which also treats low-rank gradients separately for SGD and
-includes SGD's curves for a second model. A method is chosen only if it reaches the loss at the upper end
-of its likely steps.
+buffers were too small where acknowledgements queue behind data in the other direction, so dense
+took up to 1.3 times the time of its bytes over slow and far links. The buffers now have Linux's
+default size, and all far cells were measured again. Connections that share a link lose packets in
+its queue, and the connection that lost the most finishes last. A segment of gloo's ring waits for
+one latency, not 1.2. SGD's steps are means of three seeds, in the surface and in the fit. The fit
+also treats low-rank gradients separately for SGD, and includes SGD's curves for a second model. A
+method is chosen only if it reaches the loss even at the upper end of its likely steps.
 
-4. What does the study predict with the task left out of the fit of steps, and with each cell's own
-computation time? By now, the fit includes SGD's curves for a third model. (PowerSGD's start is excluded
-here, in both the prediction and the measurement.)
+4. What does the study predict for a task held out of the fit of steps, with each cell's own
+computation time? By now, the fit includes SGD's curves for a third model. (PowerSGD's dense start
+is excluded here, both in predictions and in measurements.)
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Time:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """A setting in which methods compete."""
+        """The setting in which methods compete."""
         one = self.cell
         return one.task, one.ranks, one.batch, one.lab, one.optimizer, self.steps, self.part
 
@@ -130,7 +131,7 @@ def predicted(row: Row) -> float | None:
 
 
 def times(rows: Sequence[Row], timed: Sequence[Cell]) -> Iterator[Time]:
-    """Yield measured and predicted times, including dense's, wherever steps and seconds were measured."""
+    """Yield measured and predicted times, including dense's, if steps and seconds were measured."""
     for cell in timed:
         place = (cell.task, cell.ranks, cell.batch)
         if cell.method in AS_DENSE:
@@ -172,7 +173,7 @@ def share(found: Sequence[Cell] | Sequence[Time]) -> str:
 
 
 def simplicity(time: Time) -> int:
-    """Rank methods as the study does, simplest first."""
+    """Return a method's rank in simplicity, as in the study; 0 is the simplest."""
     names = [method.name for method in METHODS]
     known = time.cell.method in names
     return names.index(time.cell.method) if known else len(names)
@@ -180,7 +181,7 @@ def simplicity(time: Time) -> int:
 
 @dataclass(frozen=True)
 class Said:
-    """A method in a cell of the surface, as predicted and as measured."""
+    """A method in a cell of the surface: prediction and measurement."""
 
     lab: str
     optimizer: str
@@ -213,7 +214,7 @@ def of_surface(
             continue
         it = written[f"{lab} {line.optimizer}"]
         entries = it["methods"]
-        # one collective represents all sparse gradients
+        # one collective stands for all sparse gradients
         name = line.method
         if name == "gradients":
             name = next(other for other in entries if other not in known)
@@ -225,7 +226,7 @@ def of_surface(
 
 
 def of_surface_report(title: str, made: Sequence[Said]) -> list[str]:
-    """Return the section on the predictions of one file."""
+    """Return the section on one file's predictions."""
     both = [one for one in made if one.ratio is not None]
     new = [one for one in both if one.lab not in SEEN]
     agreed = sum((one.predicted is None) == (one.measured is None) for one in made)

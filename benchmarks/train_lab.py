@@ -7,8 +7,8 @@ It is equivalent to
     sparsync train --lab 100mbit --ranks 4 --width 416 --batch-size 2 --steps 300 --target-step 100 \
         --algorithm dense,fp16,powersgd,budgeted --json train_lab.json --plot train_lab.png
 
-Every rank is behind a real link with this rate.  Every run sees the same batches in the same order, and
-ends when it reaches dense's loss at the target step.
+Every rank is behind a real link with this rate. All runs see the same batches in the same order; a
+run ends when it reaches the loss that dense has at the target step.
 """
 
 from __future__ import annotations

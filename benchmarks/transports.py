@@ -1,9 +1,9 @@
-"""Compare small messages among local processes: over ZeroMQ, gloo, pyzmq alone and bare sockets.
+"""Compare small messages between local processes over ZeroMQ, gloo, bare pyzmq and bare sockets.
 
     python benchmarks/transports.py        (about 2 minutes; writes benchmarks/transports.md)
 
-All transports take turns in the same processes, several times, because timings on a busy machine drift:
-compare the ratios within one run.  Processor time is summed over all threads of a rank.
+All transports take turns in the same processes, several times, because timings on a busy machine
+drift. Compare only ratios within one run.  Processor time is summed over all threads of a rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LARGE = 65_536  # bytes: what a rank sends to another at 1 % of 14.7 M, packed, 
 
 
 def all_to_all(comm: Communicator, nbytes: int) -> Callable[[], None]:
-    """Return one exchange of ``nbytes`` between every two ranks, whose result is checked."""
+    """Return an exchange of ``nbytes`` between all pairs of ranks, which checks its result."""
     payload = torch.full((nbytes,), comm.rank, dtype=torch.uint8)
     payloads, sizes = [payload] * comm.world_size, [nbytes] * comm.world_size
 
@@ -52,7 +52,7 @@ def all_to_all(comm: Communicator, nbytes: int) -> Callable[[], None]:
 
 
 def native_all_to_all(nbytes: int) -> Callable[[], None]:
-    """Return gloo's own collective: equal splits, one call."""
+    """Return the same exchange by one call of gloo's native all-to-all with equal splits."""
     outgoing = torch.zeros(nbytes * dist.get_world_size(), dtype=torch.uint8)
     incoming = torch.empty_like(outgoing)
     return lambda: dist.all_to_all_single(incoming, outgoing)
@@ -60,7 +60,7 @@ def native_all_to_all(nbytes: int) -> Callable[[], None]:
 
 @contextmanager
 def pyzmq_all_to_all(rank: int, ranks: int, nbytes: int) -> Iterator[Callable[[], None]]:
-    """Yield an exchange with the minimum that ZeroMQ needs: one frame to and from every other rank."""
+    """Yield a minimal exchange over ZeroMQ: one frame to and from every other rank."""
     context: zmq.Context[Any] = zmq.Context()
     incoming = context.socket(zmq.PULL)
     port = incoming.bind_to_random_port("tcp://127.0.0.1")
@@ -84,7 +84,7 @@ def pyzmq_all_to_all(rank: int, ranks: int, nbytes: int) -> Iterator[Callable[[]
 
 @contextmanager
 def socket_all_to_all(rank: int, ranks: int, nbytes: int) -> Iterator[Callable[[], None]]:
-    """Yield an exchange over TCP connections between every two ranks, with non-blocking calls."""
+    """Yield an exchange over TCP connections between all pairs of ranks, with non-blocking calls."""
     with socket.create_server(("127.0.0.1", 0), backlog=ranks) as server:
         ports = everybodys(server.getsockname()[1])
         links = [socket.create_connection(("127.0.0.1", port)) for port in ports[:rank]]
@@ -127,7 +127,7 @@ def everybodys(port: int) -> list[int]:
 
 
 def sent(link: socket.socket, payload: memoryview) -> int:
-    """Return the number of bytes that the system accepts now."""
+    """Send as much as the system accepts now; return the number of bytes."""
     try:
         return link.send(payload)
     except BlockingIOError:
@@ -135,7 +135,7 @@ def sent(link: socket.socket, payload: memoryview) -> int:
 
 
 def received(link: socket.socket, room: memoryview) -> int:
-    """Return the number of bytes that had arrived."""
+    """Receive the bytes that have arrived; return their number."""
     try:
         return link.recv_into(room)
     except BlockingIOError:
@@ -143,12 +143,12 @@ def received(link: socket.socket, room: memoryview) -> int:
 
 
 def small_allreduce(comm: Communicator) -> Callable[[], None]:
-    """Return an allreduce of two numbers, as the collectives use for counts."""
+    """Return an allreduce of two numbers, such as collectives use for counts."""
     value = torch.tensor([1.0, 2.0])
     return lambda: (run(comm.allreduce(value, "bench")), None)[1]
 
 
-# the medians per round on one rank, in seconds and in seconds of the processor
+# medians per round on one rank: seconds, and processor seconds
 Times = dict[str, tuple[float, float]]
 
 
@@ -197,7 +197,7 @@ def _timed(candidates: dict[str, Callable[[], None]]) -> Times:
 
 
 def report(results: dict[int, dict[str, Times]]) -> str:
-    """Write the tables, ratios first."""
+    """Format the tables, ratios first."""
     lines = [
         "# Small messages: ZeroMQ, gloo, and bare sockets",
         "",

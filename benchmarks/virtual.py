@@ -1,4 +1,4 @@
-"""Make training runs with all ranks in this process, and keep them in a file, for other scripts.
+"""Train with all ranks in this process, and store runs in a file, for other scripts.
 
 Ranks are coroutines of the simulator that take turns on one core; gradients, selections and messages are
 real.  Results are the same on every machine with the same torch.
@@ -58,11 +58,11 @@ def train(
         workload: the model and the data.
         algorithm: the algorithm that averages gradients, with the whole model in one unit.
         density: the algorithm's density.
-        make_optimizer: makes the optimizer of a rank's model.
+        make_optimizer: makes an optimizer for a rank's model.
         ranks: number of ranks P.
         steps: optimizer steps.
         batch_size: samples per rank and step.
-        seed: the seed of weights and data.
+        seed: seed of weights and data.
         bar: called with ``steps`` after every step.
         prepare: called with every rank's reducer before the first step.
         after_step: called with every rank's reducer, after its step.
@@ -103,7 +103,7 @@ def train(
 
 
 def put_(flat: Tensor, gradients: list[Tensor]) -> None:
-    """Cut a flat vector into gradients."""
+    """Copy a flat vector into gradients, piece by piece."""
     start = 0
     for gradient in gradients:
         gradient.copy_(flat[start : start + gradient.numel()].view(gradient.shape))
@@ -119,8 +119,8 @@ class Cache:
     """Finished runs, in a file that is rewritten after each run.
 
     Args:
-        path: the JSON file, which is read now.
-        wanted: a part of the names of the runs to make.
+        path: the JSON file, read on construction.
+        wanted: substring of the names of the runs to make.
     """
 
     def __init__(self, path: Path, wanted: str = "") -> None:
@@ -132,7 +132,7 @@ class Cache:
         return next((run for run in self.done if run["settings"] == spec), None)
 
     def make(self, spec: dict[str, Any], run: Callable[[Any], dict[str, Any]]) -> None:
-        """Call ``run`` with a progress bar, unless the run is already done or not selected."""
+        """Call ``run`` with a progress bar, unless the run is finished or not selected."""
         name = " ".join(map(str, spec.values()))
         if self.wanted not in name or self.find(spec):
             return

@@ -1,6 +1,6 @@
-"""Train with exchanged updates, with all ranks in this process, for benchmarks and tests.
+"""Train by exchanging updates, with all ranks in this process, for benchmarks and tests.
 
-Except for hooks and processes, the code is the library's own: local steps of every rank's optimizer,
+Except for hooks and processes, the library's own code runs: local steps of every rank's optimizer,
 ``OuterStep``, the correction of Adam's steps, and messages through the simulator.
 """
 
@@ -23,8 +23,8 @@ from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.weights import ModelWeights
 
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]
-# this is the default of models above a million elements, also used for smaller ones that stand for
-# them here
+# the default for models above a million elements, used here also for smaller models that represent
+# them
 TWO_BITS: Mapping[str, Any] = MappingProxyType(
     {**DEFAULT, "algorithm": resolve("quantised", bits=2, block=512), "period": 2}
 )
@@ -58,11 +58,11 @@ def train_updates(
     after_step: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda *_: None,
     seen: Callable[[int, int], float] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return rank 0's model after ``finish()``, and the bytes that rank 0 sent before ``finish()``.
+    """Train; return rank 0's model after ``finish()``, and the bytes that rank 0 sent before that.
 
     Args:
         make_model: makes the same model on all ranks.
-        make_optimizer: makes the optimizer of a rank's model, or several that step together.
+        make_optimizer: makes one optimizer for a rank's model, or several that step together.
         loss_of: returns a model's loss on the batch of a step and rank.
         rate_at: returns the learning rate of a step.
         steps: the steps of every rank.
@@ -70,7 +70,7 @@ def train_updates(
         clip: the largest 2-norm of a rank's gradients.
         settings: settings of ``OuterStep``.
         after_step: called on every rank before the exchange, with the last optimizer.
-        seen: the contribution of a rank's step; None if all ranks have the same weight.
+        seen: the amount of data in a rank's step; None if all ranks have the same weight.
     """
 
     async def program(comm: SimCommunicator) -> tuple[nn.Module, dict[str, Any]]:
@@ -82,7 +82,7 @@ def train_updates(
         weights = ModelWeights(model, trained, True, noise=noise)
         layout = given.plan(weights.read(slice(0, None)), trained, rest=weights.rest)
         reducer = Reducer(comm, layout.units, await given.chosen.on(comm), given.density)
-        # without a carrier, exchanges run when their results are needed
+        # without a carrier, an exchange runs when its result is needed
         outer = OuterEngine(
             given,
             layout,
@@ -130,7 +130,7 @@ def train_dense(
     ranks: int = 4,
     clip: float = float("inf"),
 ) -> nn.Module:
-    """Return the model that plain DDP would train; the arguments are those of ``train_updates``."""
+    """Return the model that plain DDP would train; arguments are as in ``train_updates``."""
     model = make_model()
     optimizers = _several(make_optimizer(model))
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Compare the packed wire format's bytes, time and accuracy with those of coo and with the entropy.
+"""Compare the packed wire format with coo and with the entropy, in bytes, time and accuracy.
 
     python benchmarks/wire.py        (half a minute; writes benchmarks/wire.md)
 
@@ -33,7 +33,7 @@ BLOCKS = (32, 128, 512)
 
 
 def entries(density: float, size: int, tail: float = 0.0) -> SparseVector:
-    """Draw the largest of ``size`` normal values, scaled by log-normal factors with spread ``tail``."""
+    """Draw the largest of ``size`` normal values, times log-normal factors with spread ``tail``."""
     generator = torch.Generator().manual_seed(0)
     dense = torch.randn(size, generator=generator)
     if tail:
@@ -54,7 +54,7 @@ def nanoseconds(call: Callable[[], object], nnz: int, *, repeats: int) -> float:
 
 
 def table(head: list[str], lines: Iterable[list[str]]) -> str:
-    """Write a markdown table, numbers to the right."""
+    """Format a Markdown table with right-aligned numbers."""
     rule = ["---", *("---:" for _ in head[1:])]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
 
@@ -88,7 +88,7 @@ def size_table() -> str:
 
 
 def time_table(size: int, *, repeats: int) -> str:
-    """Time whole calls, Python included."""
+    """Time whole calls, including Python."""
     vector = entries(0.01, size)
     assert vector.nnz > 0
     lines = []
@@ -113,7 +113,7 @@ def time_table(size: int, *, repeats: int) -> str:
 
 
 def error_table() -> str:
-    """Compare rounding errors, by the Euclidean norm of the message."""
+    """Compare rounding errors, relative to the Euclidean norm of the message."""
     lines = []
     codecs = {"bf16": Packed("bf16")}
     codecs |= {f"int8, blocks of {b}": Packed("int8", block=b) for b in BLOCKS}
@@ -130,7 +130,7 @@ def error_table() -> str:
 
 
 def report() -> str:
-    """Measure everything and describe it."""
+    """Measure all tables and return the page."""
     kernels = "torch" if native.chosen() == "torch" else "native"
     return f"""# The packed wire format
 

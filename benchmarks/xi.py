@@ -1,9 +1,9 @@
-"""Measure Assumption 1's xi and the final loss, by the rounding and the number of values sent.
+"""Measure Assumption 1's xi and the final loss for several value formats and densities.
 
     python benchmarks/xi.py                (writes xi.md, .json)
     python benchmarks/xi.py --only digits  (only runs with "digits" in their name)
 
-All ranks run in one process.  Finished runs are kept in the .json and not repeated.
+All ranks run in one process. Finished runs are stored in the .json and not repeated.
 """
 
 from __future__ import annotations

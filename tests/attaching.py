@@ -1,4 +1,4 @@
-"""A form of ``sparsync.attach`` with flat settings, which tests can combine freely."""
+"""A version of ``sparsync.attach`` with flat settings, which tests can combine freely."""
 
 from dataclasses import fields
 
@@ -8,8 +8,7 @@ from sparsync.updates import OUTER_SETTINGS
 
 __all__ = ["ONE_BIT", "attach", "options"]
 
-# This is the default for updates of models above a million elements; small test models would get
-# more bits.
+# the default for updates of models above a million elements; small test models would get more bits
 ONE_BIT = {
     **OUTER_SETTINGS["updates"],
     "algorithm": resolve("quantised", bits=1, block=512),
@@ -25,7 +24,7 @@ OWN = ("optimizer", "density", "correction", "replicate")
 
 
 def options(algorithm="budgeted", transport="auto", **settings):
-    """Return the arguments of ``attach``: settings by group, and other options for the preset."""
+    """Return the arguments of ``attach``: settings by group, and the preset's options."""
     settings["name"] = transport
     found = {name: settings.pop(name) for name in OWN if name in settings}
     for group, kind in GROUPS.items():

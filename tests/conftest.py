@@ -1,4 +1,4 @@
-"""Give all machines the same examples of property tests, the same threads, and the same Ctrl-C."""
+"""Give all machines the same property-test examples, threads and Ctrl-C handling."""
 
 import os
 import signal
@@ -14,12 +14,12 @@ settings.register_profile(
 settings.load_profile("repeatable")
 torch.set_num_threads(1)  # the vectors are small; more threads only wait for each other
 if not torch.cuda.is_available():
-    # Triton decides when it is imported whether it interprets, and any test may import it before
-    # those of its kernels do
+    # Triton decides on import whether it interprets, and any test may import it before the kernels'
+    # tests do
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # shells start background jobs with SIGINT ignored, and processes that the tests interrupt would
-    # inherit that
+    # shells start background jobs with SIGINT ignored, and processes that tests interrupt would
+    # inherit this
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

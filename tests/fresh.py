@@ -1,7 +1,7 @@
-"""Run Python code in a fresh process, forked from one that has imported torch and nothing else.
+"""Run Python code in a fresh process, forked from one that has imported only torch.
 
-Starting Python with torch takes seconds; the forked process avoids that, and the code sees the same
-state as in a new interpreter.
+Starting Python with torch takes seconds. Forking avoids this, and the code sees the same state as
+in a new interpreter.
 """
 
 import atexit
@@ -23,7 +23,7 @@ SERVER = "import tests.fresh; tests.fresh.serve()"
 
 
 class Done(NamedTuple):
-    """The result of a process, like that of ``subprocess.run``."""
+    """The result of a process, as from ``subprocess.run``."""
 
     returncode: int
     stdout: str
@@ -31,7 +31,7 @@ class Done(NamedTuple):
 
 
 def run_python(script: str | Path, *, folder: Path | None = None, **environment: str) -> Done:
-    """Run code, or the program at a path, like ``python -W error``; return its exit code and output."""
+    """Run code, or the program at a path, as ``python -W error`` would; return exit code and output."""
     job = {"script": str(script), "file": isinstance(script, Path), "environment": environment}
     server = _server()
     assert server.stdin and server.stdout
@@ -50,7 +50,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def serve() -> None:
-    """Fork a process for each job of the input, one after the other."""
+    """Fork a process for each job in the input, one after the other."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         job = json.loads(line)

@@ -1,4 +1,4 @@
-"""Measure how fast averaging mixes: matrices of graphs and groups, and their spectral gaps."""
+"""Measure how fast averaging mixes, by the matrices of graphs and groups and their spectral gaps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def partition(world_size: int, group_size: int, step: int) -> list[tuple[int, ..
 
 
 def mixing_matrix(graph: Graph, world_size: int, step: int) -> Tensor:
-    """Return the matrix W, `[P, P]`, by which one step of gossip turns the models into ``W @ models``.
+    """Return the matrix W, `[P, P]`, with which a step of gossip turns the models into ``W @ models``.
 
-    Each rank keeps and sends equal shares: ``W[j, i] = 1 / (1 + neighbours of i)``. So columns sum
-    to 1, which preserves the sum of the models. Rows sum to 1 as well if ranks that meet have
-    equally many neighbours.
+    Each rank keeps and sends equal shares: ``W[j, i] = 1 / (1 + neighbours of i)``. Columns
+    therefore sum to 1, which preserves the sum of the models. Rows also sum to 1 if ranks that meet
+    have equally many neighbours.
     """
     matrix = torch.eye(world_size, dtype=torch.float64)
     for rank in range(world_size):
@@ -32,7 +32,7 @@ def mixing_matrix(graph: Graph, world_size: int, step: int) -> Tensor:
 
 
 def group_mixing_matrix(world_size: int, group_size: int, step: int) -> Tensor:
-    """Return the corresponding matrix for averaging within the groups of a step."""
+    """Return the matrix for averaging within the groups of a step."""
     matrix = torch.zeros(world_size, world_size, dtype=torch.float64)
     for group in partition(world_size, group_size, step):
         members = torch.tensor(group)
@@ -41,16 +41,16 @@ def group_mixing_matrix(world_size: int, group_size: int, step: int) -> Tensor:
 
 
 def spectral_gap(matrix: Tensor) -> float:
-    """Return 1 - the second singular value of a doubly stochastic matrix, or of a product of them.
+    """Return 1 - the second singular value of a (product of) doubly stochastic matrix.
 
-    ``W`` shrinks the distance of the models from their mean by at least the factor ``1 - gap``.
+    ``W`` shrinks the models' distance from their mean at least by the factor ``1 - gap``.
     """
     values = torch.linalg.svdvals(matrix)
     return 1.0 - float(values[1]) if len(values) > 1 else 1.0
 
 
 def mixing_steps(world_size: int, group_size: int, start: int = 0) -> int:
-    """Return the number of averaging steps from ``start`` until every rank has heard of all."""
+    """Return the number of steps from ``start`` until every rank has information from all ranks."""
     everyone = (1 << world_size) - 1
     heard_of = [1 << rank for rank in range(world_size)]  # for each rank a set of ranks, as bits
     step = start

@@ -21,10 +21,10 @@ TIMEOUT = 60.0  # seconds that gloo waits
 
 
 def on_ranks(world_size: int, *, mpi: bool = False) -> Callable[[Callable[..., None]], Any]:
-    """Run a test on every rank of gloo or MPI; it may take a ``folder`` that all ranks see.
+    """Run a test on every rank of gloo or MPI; the test may take a ``folder`` that all ranks see.
 
-    Tests of a file with the same number of ranks run one after the other in the same processes, which end
-    at the first failure.
+    A file's tests with the same number of ranks run one after the other in the same processes,
+    which end at the first failure.
     """
 
     def decorate(body: Callable[..., None]) -> Any:
@@ -43,7 +43,7 @@ def on_ranks(world_size: int, *, mpi: bool = False) -> Callable[[Callable[..., N
 
 
 class Together:
-    """The selected tests of one file, and the outcomes of those that have already run."""
+    """The selected tests of one file, and the outcomes of tests that have already run."""
 
     def __init__(self, request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> None:
         self.module, self.folders = request.module.__name__, folders

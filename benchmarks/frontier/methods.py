@@ -1,4 +1,4 @@
-"""The methods in the table: how each of them exchanges, its settings, and its tuned knobs."""
+"""The methods in the table, with their exchanges, settings and tuned knobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT = 1800.0  # seconds: a dense step of 8.4 M parameters takes 40 at 10 Mbi
 
 
 class Volume(NamedTuple):
-    """The bytes that this rank has sent and received since the first step."""
+    """Bytes that this rank has sent and received since the first step."""
 
     sent: int
     received: int
@@ -40,7 +40,7 @@ def nothing() -> None:
 
 
 def share_hidden(sync: Any) -> float | None:
-    """Return the share of the exchanges' time for which the training thread did not wait."""
+    """Return the share of exchange time for which the training thread did not wait."""
     stats = sync.stats()
     busy = stats["exchange_seconds"]
     return max(0.0, 1 - stats["waited_seconds"] / busy) if busy else None
@@ -48,7 +48,7 @@ def share_hidden(sync: Any) -> float | None:
 
 @dataclass
 class Exchange:
-    """A model with its optimizers, whose steps exchange, and a count of the bytes sent."""
+    """A model and its optimizers, whose steps include exchanges, and a byte count."""
 
     model: nn.Module  # as it is called: in DDP, or plain
     optimizers: Sequence[torch.optim.Optimizer]
@@ -58,7 +58,7 @@ class Exchange:
     shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # shows the weights to evaluate
     settle: Callable[[], object] = nothing  # waits for what is under way
     close: Callable[[], object] = nothing
-    # the share of the exchanges' time for which training did not wait
+    # share of exchange time for which training did not wait
     hidden: Callable[[], float | None] = nothing
 
 
@@ -69,8 +69,8 @@ class Method:
     Attributes:
         make: ``make(model, kind, lr, steps, **settings)`` wraps this rank's model.
         settings: fixed settings, which are not tuned.
-        knobs: the method's two tuned knobs with the values to try; tuning begins with the first value.
-        optimizers: the optimizers with which the method is run.
+        knobs: the method's two tuned knobs, with the values to try; tuning starts from the first.
+        optimizers: the optimizers with which the method runs.
     """
 
     make: Callable[..., Exchange]
@@ -88,7 +88,7 @@ class Method:
 
 
 def in_ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Wrap a model without sending its first weights, because the seed makes them equal."""
+    """Wrap a model in DDP without broadcasting its weights, which the seed makes equal."""
     return DistributedDataParallel(model, init_sync=False, **options)
 
 
@@ -98,12 +98,12 @@ def elements(model: nn.Module) -> int:
 
 
 def allreduced(count: int, itemsize: int = 4) -> Volume:
-    """Return the bytes of allreducing ``count`` elements."""
+    """Return the bytes of an allreduce of ``count`` elements."""
     return Volume(*2 * (dense_bytes_per_step(count, dist.get_world_size(), itemsize),))
 
 
 def dense(model: nn.Module, kind: str, lr: float, steps: int, *, half: bool = False) -> Exchange:
-    """Plain DDP, or DDP with PyTorch's float16 hook."""
+    """Use plain DDP, or DDP with PyTorch's float16 hook."""
     ddp = in_ddp(model)
     if half:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -119,7 +119,7 @@ def dense(model: nn.Module, kind: str, lr: float, steps: int, *, half: bool = Fa
 def power_sgd(
     model: nn.Module, kind: str, lr: float, steps: int, *, rank: int, start: int, least_gain: float
 ) -> Exchange:
-    """Use PyTorch's PowerSGD hook in one bucket (two hang), with error feedback and warm start."""
+    """Use PyTorch's PowerSGD hook with one bucket (two hang), error feedback and warm start."""
     ddp = in_ddp(model, bucket_cap_mb=4 * elements(model) // 2**20 + 1)
     state = powerSGD_hook.PowerSGDState(
         None, rank, start_powerSGD_iter=start, min_compression_rate=least_gain
@@ -163,7 +163,7 @@ def gradients(
 def one_bit_adam(
     model: nn.Module, kind: str, lr: float, steps: int, *, warmup: float, block: int
 ) -> Exchange:
-    """Train with 1-bit Adam; ``warmup`` is the part of the steps that is dense."""
+    """Train with 1-bit Adam; ``warmup`` is the fraction of steps that are dense."""
     ddp, comm = in_ddp(model), sparsync.connect(TIMEOUT)
     groups, dense_steps = grouped(dict(model.named_parameters())), max(1, round(warmup * steps))
     optimizer = OneBitAdam(groups, comm, dense_steps, lr, BETAS, block)
@@ -177,9 +177,9 @@ def one_bit_adam(
     return Exchange(ddp, [optimizer], volume, "ledger", dense_steps, close=comm.close)
 
 
-# there are no annotations, because DDP would compare them, and they are strings in this module
+# no annotations: DDP would compare them, and they are strings in this module
 def averaged_if_dense(optimizer, bucket):  # type: ignore[no-untyped-def]
-    """Average a bucket's gradients in the warm-up, and hand them back unchanged afterwards."""
+    """Average a bucket's gradients in the warm-up, and return them unchanged afterwards."""
     if optimizer.is_dense:
         return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -188,7 +188,7 @@ def averaged_if_dense(optimizer, bucket):  # type: ignore[no-untyped-def]
 
 
 def since(ledger: Ledger) -> Callable[[int], Volume]:
-    """Count the traffic that a ledger records from now on; the set-up so far belongs to no step."""
+    """Count the traffic that a ledger records from now on, which excludes the set-up."""
     before = ledger.total()
 
     def volume(made: int) -> Volume:
@@ -202,7 +202,7 @@ def since(ledger: Ledger) -> Callable[[int], Volume]:
 
 
 def updates(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any) -> Exchange:
-    """Local steps, and an exchange of their updates."""
+    """Take local steps, and exchange their updates."""
     optimizers = make_optimizers(model, kind, lr)
     sync = sparsync.attach(
         model,
@@ -226,9 +226,9 @@ def updates(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any)
 def selected_twice(
     model: nn.Module, kind: str, lr: float, steps: int, *, density: float, **settings: Any
 ) -> Exchange:
-    """Return ``budgeted`` with as many received entries as an all-gather at ``density``.
+    """Return ``budgeted`` with as many received entries as an allgather at ``density``.
 
-    The all-gather receives P - 1 times k pairs, and ``budgeted`` 2 (P - 1) / P times its own k.
+    The allgather receives P - 1 times k pairs, and ``budgeted`` 2 (P - 1) / P times its own k.
     """
     settings |= {"algorithm": "budgeted", "density": density * dist.get_world_size() / 2}
     return updates(model, kind, lr, steps, **settings)
@@ -238,7 +238,7 @@ def selected_twice(
 
 
 def _updates(knobs: Mapping[str, tuple[Any, ...]] | None = None, **settings: Any) -> Method:
-    """Return a row of the outer step; all such rows tune the outer rate, and momentum or decay."""
+    """Return a row with an outer step; all such rows tune the outer rate, and momentum or decay."""
     free = {k: v for k, v in settings.items() if knobs is None or k not in knobs}
     # sign-based methods are meant for SGD
     kinds = ("sgd",) if settings.get("sign") else ("adamw", "muon")
@@ -246,12 +246,12 @@ def _updates(knobs: Mapping[str, tuple[Any, ...]] | None = None, **settings: Any
 
 
 def _local(algorithm: str | Algorithm, **settings: Any) -> Method:
-    """Return a row that sends every element and keeps its residual in the rank's own weights."""
+    """Return a row that sends every element and keeps the residual in the rank's own weights."""
     return _updates(algorithm=algorithm, density=1.0, residual="weights", **settings)
 
 
-# this is the default from a million parameters on; it is also used for smaller tasks, whose curves
-# stand for larger ones
+# the default for a million parameters or more, also used for smaller tasks, whose curves represent
+# larger models
 _TWO_BITS = {
     **OUTER_SETTINGS["updates"],
     "algorithm": resolve("quantised", bits=2, block=512),
@@ -291,7 +291,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             knobs={"warmup": (0.2, 0.15, 0.25), "block": (256, 2048, 16384)},
             optimizers=("adamw",),
         ),
-        # as published, then DiLoCo at other periods than 500
+        # as published, then DiLoCo with periods other than 500
         **{
             name: _updates(_PUBLISHED_KNOBS.get(name), **settings)
             for name, settings in ({**OUTER_SETTINGS, "updates": _TWO_BITS}).items()
@@ -300,14 +300,14 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             f"diloco-h{h}": _updates(_DILOCO_KNOBS, **{**OUTER_SETTINGS["diloco"], "period": h})
             for h in (30, 100)
         },
-        # these rows separate the sources of the loss: period, rounding, delay, selection
+        # rows that separate the sources of loss: period, rounding, delay, selection
         **{f"2bit-h{h}": _local("quantised", period=h) for h in (1, 2, 10, 20)},
         **{
             f"2bit-h{h}-overlap": _local("quantised", period=h, fragments=10, delay=2)
             for h in (10, 20)
         },
         "1bit-h2": _local(resolve("quantised", bits=1), period=2),
-        # steps as of averaged gradients, as in "updates"
+        # steps as long as with averaged gradients, as in "updates"
         **{
             f"{bits}bit-h{h}-corrected": _local(
                 resolve("quantised", bits=bits, block=512),
@@ -322,7 +322,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             )
             for drift in (0.04, 0.08)
         },
-        # these rows are for slower links: half the bits, other periods, and parts of the model in turn
+        # rows for slower links: half the bits, other periods, and parts of the model in turn
         "updates-1bit": _updates({}, **_ONE_BIT),
         "updates-overlap": _updates({}, **_ONE_BIT, fragments=2, delay=1),
         **{

@@ -1,4 +1,4 @@
-"""1-bit Adam, from its paper, is dense Adam, then signs of momentum over a frozen second moment."""
+"""1-bit Adam, from its paper: dense Adam, then signs of momentum over a frozen second moment."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class OneBitAdam(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups, with their "weight_decay".
-        comm: the communicator that carries the momentum.
-        dense_steps: T, the number of warm-up steps, whose gradients arrive averaged.
+        comm: communicator that carries the momentum.
+        dense_steps: T, the number of warm-up steps, in which gradients are already averaged.
         lr: the learning rate.
         betas: decay rates of both moments.
         block: consecutive elements that share a scale.
-        eps: the number added to the denominator.
+        eps: number added to the denominator.
 
-    Differs from the paper: there is one scale per block, not per chunk; both errors are in one vector; v
-    is corrected for bias (60 steps of warm-up are too few to omit this); elements whose v is 0 do not
-    move.
+    Differs from the paper: each block, not each chunk, has a scale. One vector holds both errors. v
+    is corrected for bias, because 60 warm-up steps are too few to omit this. Elements whose v is 0
+    do not move.
 
     References: Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, ICML 2021.
     """
@@ -57,7 +57,7 @@ class OneBitAdam(torch.optim.Optimizer):
 
     @property
     def is_dense(self) -> bool:
-        """The coming step is one of the warm-up."""
+        """Whether the next step belongs to the warm-up."""
         return self.steps < self.dense_steps
 
     @torch.no_grad()

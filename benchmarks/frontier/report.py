@@ -1,4 +1,4 @@
-"""The tables and the Pareto picture, from finished runs."""
+"""The tables and the Pareto plot, from finished runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINEAR_PERCENT = 5.0  # the plot is linear up to this distance from dense, logar
 
 @dataclass(frozen=True)
 class Entry:
-    """All trials outside the lab of one method, for one optimizer and one setting of the task."""
+    """All trials of a method outside the lab, for one optimizer and one setting of the task."""
 
     method: str
     optimizer: str
@@ -39,7 +39,7 @@ class Entry:
 
     @cached_property
     def best(self) -> list[Row]:
-        """The rows of the best settings, by seed."""
+        """The rows with the best settings, by seed."""
         return chosen(self.trials)
 
     @cached_property
@@ -53,7 +53,7 @@ class Entry:
         return any(row["loss"] is None for row in self.best)
 
     def gaps(self, base: Entry) -> list[float]:
-        """Return the loss relative to another's, minus 1, for every seed that both have."""
+        """Return the loss relative to that of ``base``, minus 1, for every seed that both have."""
         return [
             loss_of(row) / loss_of(base.by_seed[seed]) - 1
             for seed, row in self.by_seed.items()
@@ -61,7 +61,7 @@ class Entry:
         ]
 
     def volume(self, timed: Row | None) -> tuple[float, float, float, str]:
-        """Return bytes per parameter and step: sent, received, and sent after a dense beginning.
+        """Return bytes per parameter and step: sent, received, and sent after the dense start.
 
         The lab's counts are preferred; the last value names the source.
         """
@@ -75,7 +75,7 @@ class Entry:
         return sent, received, phases[-1][1]["sent"] / row["parameters"], source["counted"]
 
     def seconds(self, steps: float, timed: Row) -> float:
-        """Return the time of this many steps in the lab, beginning with the dense ones."""
+        """Return the seconds of this many steps in the lab, including the dense start."""
         first = min(steps, self.best[0]["dense"]["steps"] if self.best[0]["dense"] else 0)
         dense = first * timed["dense"]["seconds"] if first and timed["dense"] else 0.0
         return dense + (steps - first) * timed["rest"]["seconds"]
@@ -111,7 +111,7 @@ def value_at(curve: Sequence[Sequence[float]], step: float) -> float:
 
 
 class Section:
-    """The entries for one setting of the task, and the short runs of this setting in the lab."""
+    """The entries for one setting of the task, and its short runs in the lab."""
 
     def __init__(self, place: Place, rows: Sequence[Row]) -> None:
         self.task, self.steps, self.ranks, self.batch = place
@@ -131,13 +131,13 @@ class Section:
         return self.entries["dense", "adamw"]
 
     def timed(self, key: tuple[str, str]) -> Row | None:
-        """Return the method's run in any lab; bytes are the same in all of them."""
+        """Return the method's run in any lab; all of them count the same bytes."""
         return next((rows[key] for rows in self.labs.values() if key in rows), None)
 
     def steps_to(self, key: tuple[str, str], part: float) -> float | None:
-        """Return the fewest steps, over runs of any length, to dense AdamW's loss at a part of its run.
+        """Return the fewest steps, in runs of any length, to dense AdamW's loss at ``part`` of its run.
 
-        This is the mean over seeds, or None if a seed never reaches the loss.
+        The result is the mean over seeds, or None if a seed never reaches the loss.
         """
         if key == ("dense", "adamw"):
             return part * self.steps
@@ -158,7 +158,7 @@ class Section:
 
 
 def entries(rows: Sequence[Row], steps: int) -> dict[tuple[str, str], Entry]:
-    """Return the entries of runs of one length by method and optimizer, in the order of the methods."""
+    """Return the entries for runs of one length, by method and optimizer, in the order of methods."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["steps"] == steps and not row["lab"]:
@@ -263,9 +263,9 @@ def written(section: Section) -> list[str]:
 
 
 def picture(sections: Sequence[Section], path: Path) -> None:
-    """Plot loss over bytes, and the front of the rows that no other row beats in both.
+    """Plot loss over bytes, and the front of rows that no other row beats in both.
 
-    There is a panel for each section with many methods and the same number of ranks as the first.
+    Each section with many methods and as many ranks as the first gets a panel.
     """
     drawn = [section for section in sections if len(section.entries) >= MANY]
     sections = [s for s in drawn if s.ranks == sections[0].ranks] or sections
@@ -339,7 +339,7 @@ def label(axis: Any, points: Mapping[tuple[float, float], Entry]) -> None:
 
 
 def write_report(rows: Sequence[dict[str, Any]], out: Path, drawn: Path) -> bool:
-    """If dense AdamW has been run, write the tables to ``out`` and the picture to ``drawn``."""
+    """Write the tables to ``out`` and the plot to ``drawn``, if dense AdamW has run."""
     order = list(TASKS)
     places = {
         (row["task"], row["steps"], row["ranks"], row["batch"])

@@ -1,4 +1,4 @@
-"""Keep finished runs, one JSON line each, so that none is repeated, and tune methods."""
+"""Store finished runs, so that none is repeated, and tune methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Results:
     """The file of finished runs.
 
     Args:
-        path: the file, with one JSON line per run: the fields of ``Run``, then the measurements.
+        path: the file; each line is a run in JSON, the fields of ``Run`` and then the measurements.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,7 +29,7 @@ class Results:
 
     @property
     def rows(self) -> list[Row]:
-        """Every finished run; the file is read on each access, since several commands may write to it."""
+        """Every finished run, read on each access, since several commands may write to the file."""
         if not self.path.exists():
             return []
         return [json.loads(line) for line in self.path.read_text("utf-8").splitlines()]
@@ -56,9 +56,9 @@ class Results:
         return row
 
     def tune(self, run: Run, rates: Sequence[float], seeds: Sequence[int], *, knobs: bool) -> None:
-        """With the first seed, find the best rate, then the best value of each knob; run the other seeds.
+        """Find the best rate and then the best knobs with the first seed; then run the other seeds.
 
-        Every method tries the same number of rates, and of values of its two knobs.
+        All methods try equally many rates, and equally many values of their two knobs.
         """
         best = replace(run, seed=seeds[0], knobs=METHODS[run.method].untuned)
         best = self._best(replace(best, lr=rate) for rate in rates)
@@ -73,7 +73,8 @@ class Results:
     def time(self, run: Run, lab: str, steps: int) -> None:
         """Measure a method's seconds and bytes in the lab, with its best settings.
 
-        These runs are short, with whole periods and a dense phase of 2 steps; the report extrapolates.
+        These runs are short, with complete periods and a dense phase of 2 steps; the report
+        extrapolates.
         """
         method, same = METHODS[run.method], comparable(self.rows, run)
         won = chosen(same)[0] if same else {"lr": run.lr, "knobs": method.untuned}
@@ -99,7 +100,7 @@ def loss_of(row: Row) -> float:
 
 
 def comparable(rows: Iterable[Row], run: Run) -> list[Row]:
-    """Return the rows outside the lab that differ from a run only in tuned settings or the seed."""
+    """Return the rows outside the lab that differ from ``run`` only in tuned settings or the seed."""
     tuned = {"lr", "knobs", "seed"}
     asked = {name: value for name, value in asdict(run).items() if name not in tuned}
     return [row for row in rows if asked.items() <= row.items()]
@@ -111,7 +112,7 @@ def settings_of(row: Row) -> str:
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, by seed, of the settings with the smallest loss for the first seed."""
+    """Return the rows of the settings with the smallest loss for the first seed, in order of seeds."""
     first = min(row["seed"] for row in rows)
     best = min((row for row in rows if row["seed"] == first), key=loss_of)
     same = [row for row in rows if settings_of(row) == settings_of(best)]

@@ -24,9 +24,9 @@ BYTES = 256  # the vocabulary
 
 
 class ByteGpt(nn.Module):
-    """Predicts the next byte; pre-norm, causal attention, ReLU squared, head tied to the embedding.
+    """A GPT for bytes: pre-norm, causal attention, squared ReLU, head tied to the embedding.
 
-    There are no biases; initial weights are normal, with smaller ones at the end of a residual branch
+    There are no biases. Initial weights are normal, and smaller at the end of a residual branch
     (GPT-2, section 2.3).
     """
 
@@ -52,7 +52,7 @@ class ByteGpt(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of attention and a two-layer perceptron, each added to the residual stream."""
+    """An attention layer and a two-layer perceptron, each added to the residual stream."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream after this block."""
+        """Return the residual stream after this block."""
         heads = self.attention_in(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_WIDTH))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, positions, ...]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -100,7 +100,7 @@ class Task:
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "gpt-1m": Task(GptWorkload(), 8, (1e-3, 2e-3, 4e-3)),
-        # 4 ranks on 2 cores compute a step of 2 windows each in less than 0.6 s
+        # 4 ranks on 2 cores compute a step of 2 windows per rank in less than 0.6 s
         "gpt-9m": Task(GptWorkload(width=416), 2, (1e-3, 2e-3, 4e-3)),
         # for many ranks
         "gpt-100k": Task(GptWorkload(context=64, width=64, layers=2), 4, (4e-3, 8e-3, 1.6e-2)),
@@ -112,7 +112,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Return the fraction of the largest learning rate: it grows for a tenth of the steps, then falls.
+    """Return the learning rate over the largest: it grows for a tenth of the steps, then falls.
 
     The rate falls along a cosine.
 

@@ -1,4 +1,4 @@
-"""One run, in which real rank processes train, evaluate along the way, and count bytes and seconds."""
+"""One run, in which rank processes train, evaluate along the way, and count bytes and seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHARES = 8  # one in this many held-out samples is evaluated along the way
 
 @dataclass(frozen=True)
 class Run:
-    """The settings that identify a run, equal on all ranks, with which its line in the results begins."""
+    """The settings that identify a run, equal on all ranks; its line in the results begins with them."""
 
     task: str
     steps: int
@@ -101,7 +101,7 @@ def train_rank(run: Run, label: str) -> dict[str, Any]:
 def _phase(
     walls: list[float], volumes: list[list[Volume]], begin: int, end: int
 ) -> dict[str, float] | None:
-    """Return means per step from ``begin`` to ``end``; bytes are those of the rank that has the most."""
+    """Return means per step from ``begin`` to ``end``; bytes are the busiest rank's."""
     if begin == end:
         return None
     spans = [(ours[begin], ours[end]) for ours in volumes]
@@ -114,13 +114,13 @@ def _phase(
 
 
 def _volume(exchange: Exchange, made: int) -> Volume:
-    """Return the bytes so far, counted on this rank's link if it has one."""
+    """Return the bytes so far, as counted on this rank's link if it has one."""
     counted = local_traffic()
     return exchange.volume(made) if counted is None else Volume(*counted)
 
 
 def _step(run: Run, exchange: Exchange, workload: Workload, step: int) -> float:
-    """Do one step of an ordinary training loop; return this rank's loss before it."""
+    """Run one step of an ordinary training loop; return this rank's loss before the step."""
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()
         for group in optimizer.param_groups:
@@ -145,7 +145,7 @@ def _evaluate(exchange: Exchange, model: nn.Module, workload: Workload, shares: 
 
 
 def _computation_seconds(run: Run, workload: Workload, *, steps: int = 5) -> float:
-    """Return the slowest rank's median seconds per step without exchange, all ranks computing at once."""
+    """Return the slowest rank's median seconds per step without exchange; all ranks compute at once."""
     model, seconds = workload.make_model(run.seed), []
     alone = Exchange(
         model, make_optimizers(model, run.optimizer, run.lr), lambda _: Volume(0, 0), ""

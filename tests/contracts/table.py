@@ -1,4 +1,4 @@
-"""The table of all algorithms: the registries' rows and variants of them. Every contract runs over it."""
+"""The table of all algorithms: the registries' rows, and variants of them. Every contract runs on it."""
 
 from collections.abc import Collection
 from functools import partial
@@ -52,10 +52,10 @@ INEXACT_SELECTORS = {
     "layered, one-signed": lambda: Layered(lambda: OneSigned(Trimmed())),
 }
 
-# unbiased codecs: their error may exceed the vector itself, so it must not be kept in a residual
+# unbiased codecs, whose error may exceed the vector and must not be kept in a residual
 EXPANSIVE_CODECS = {"qsgd": CODEC_ROWS["qsgd"], "qsgd, 2 bits": SparseQsgd(2)}
 
-# codecs in which NaN and Inf spread over their layer
+# codecs in which NaN and Inf spread to the whole layer
 SPREADING_CODECS = {
     "sign-mean": CODEC_ROWS["sign-mean"],
     "sign-mean, packed": SignMean("packed"),
@@ -72,7 +72,7 @@ CODECS = {
     "qsgd, 2 bits, shrunk": SparseQsgd(2, shrink=True),
 }
 
-# their collectives are variants of another row's, so only whole algorithms are checked
+# their collectives are variants of other rows' collectives, so only whole algorithms are checked
 _WHOLE_ONLY = ("auto", "gaussiank", "redsync", "redsync-quantized", "sparcml")
 _ROUNDING = ("budgeted", "halving", "gtopk", "quantised")
 
@@ -104,7 +104,7 @@ COLLECTIVES = {
 
 
 def variant(name: str, **options: object) -> Algorithm:
-    """Return a preset with options; unlike ``resolve``, record nothing in it."""
+    """Return a preset with options; unlike ``resolve``, do not record the options in it."""
     return preset(name).make(**options)
 
 
@@ -152,7 +152,7 @@ AVERAGERS = {
     "outer step, dense": partial(OuterAverager, algorithm="allgather", density=1.0, period=3),
 }
 
-# schemes whose mean moves, because of an outer optimizer or of entries that compression retains
+# schemes that move the mean, by an outer optimizer or by entries that compression retains
 DRIFTING_AVERAGERS = {
     **{name: partial(SCHEMES[name], period=3) for name in OUTER_SETTINGS},
     "outer step, adaptive": partial(
@@ -207,8 +207,8 @@ ROWS = {
     **{name: (make, {"rounding": True}) for name, make in ROUNDING_COLLECTIVES.items()},
 }
 
-# These rows also run on real ranks, one for each call of a transport (allgatherv, alltoallv, isend
-# and irecv); the other algorithms run on real ranks only in slow tests. The simulator runs all
+# These rows also run on real ranks, one for each of a transport's calls (allgatherv, alltoallv,
+# isend and irecv).  Other algorithms run on real ranks only in slow tests; the simulator runs all
 # rows.
 CALLS = ["allgather", "split-allgather", "gtopk"]
 OTHERS = [
@@ -231,7 +231,7 @@ async def exercise(comm: Communicator, name: str) -> list[str]:
 
 
 def rows(table: Collection[str]) -> list:
-    """Return a table's names; "NAME, VARIANT" counts as slow if the table also has "NAME"."""
+    """Return a table's names; "NAME, VARIANT" is marked slow if the table also has "NAME"."""
     return [
         pytest.param(name, marks=pytest.mark.slow)
         if "," in name and name.partition(",")[0] in table

@@ -15,7 +15,7 @@ from .table import (
     rows,
 )
 
-# With 5 ranks, one is left over, and the other four take two rounds; with 7, three are left over.
+# With 5 ranks, one is left over and the other four take two rounds; with 7, three are left over.
 # With 3 and 4 ranks, tests/distributed runs the same rows on gloo, ZeroMQ and MPI.
 QUICK = (1, 2, 5)
 MORE = {name: (7,) for name in ROWS if "," not in name} | {

@@ -1,4 +1,4 @@
-"""With every algorithm, min |grad f|^2 falls to 0 on a smooth non-convex f (Ok-Topk, Theorem 4.1)."""
+"""Check that min |grad f|^2 falls to 0 on a smooth non-convex f (Ok-Topk, Theorem 4.1)."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ STEPS = 500
 def local_gradient(w, rank):
     """Return the gradient of f_r(w) = sum_i c_i u_i^2 / (1 + u_i^2) with u = w - target_r.
 
-    This f_r is bounded, smooth and non-convex.
+    Each f_r is bounded, smooth and non-convex.
     """
     generator = torch.Generator().manual_seed(7)
     scale = torch.logspace(0, -0.3, SIZE)

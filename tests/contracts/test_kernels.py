@@ -1,4 +1,4 @@
-"""Every kernel on every backend equals the specification in all bits, for any input."""
+"""Compare every kernel on every backend with the specification, bit for bit, for any input."""
 
 import functools
 from itertools import product
@@ -42,8 +42,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKEN
 
 TINY, BIG = 1e-45, torch.finfo(torch.float32).max
 AWKWARD = [0.0, -0.0, TINY, -TINY, 1.0, -1.0, BIG, -BIG, float("inf"), float("-inf"), float("nan")]
-# sizes around words of 64, around steps of 4096, and the size from which keys are sampled instead
-# of counted
+# sizes around 64-bit words and steps of 4096, and a size at which keys are sampled, not counted
 SIZES = [0, 1, 63, 64, 129, 4097, (1 << 17) + 7]
 
 
@@ -52,7 +51,7 @@ def noise(n, seed=0, scale=1.0):
 
 
 def bits(n, seed=0):
-    """Any bit patterns, including denormals and all kinds of NaN."""
+    """Return random bit patterns, including denormals and all kinds of NaN."""
     generator = torch.Generator().manual_seed(seed)
     return (
         torch.randint(-(2**31), 2**31, (n,), generator=generator)
@@ -85,14 +84,14 @@ def ascending(n, seed=0):
 
 
 def periodic(n, seed=0):
-    """Large on every 256th element only, the stride of a sample."""
+    """Return values that are large only on every 256th element, the stride of a sample."""
     x = noise(n, seed, 1e-6)
     x[::256] += 1.0
     return x
 
 
 def largest_nan(n, seed=0):
-    """NaN with the largest possible key, among others."""
+    """Return values that include NaN with the largest possible key."""
     x = torch.full((n,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     x[1::3] = 1.0
     return x
@@ -100,7 +99,7 @@ def largest_nan(n, seed=0):
 
 VECTORS = (noise, bits, awkward, heavy_tail, one_hot, constant, ascending, periodic, largest_nan)
 
-# every small size has every pattern; the largest size has only patterns that mislead a sample
+# every small size has every pattern; the largest size only has patterns that mislead sampling
 CASES = [
     (make, n)
     for make in VECTORS
@@ -110,7 +109,7 @@ CASES = [
 
 
 def unaligned(x, offset):
-    """The same elements, starting at an odd place in memory."""
+    """Return the same elements, starting at an odd address."""
     return torch.cat([x.new_zeros(offset), x, x.new_zeros(3)])[offset : offset + x.numel()]
 
 
@@ -123,7 +122,7 @@ def same(a, b):
 
 
 def same_sums(a, b):
-    """Compare bits, but let any NaN equal any other: which operand's NaN is returned is unspecified."""
+    """Compare bits, but treat all NaNs as equal: it is unspecified which operand's NaN is returned."""
     same(torch.where(a.isnan(), torch.nan, a), torch.where(b.isnan(), torch.nan, b))
 
 
@@ -135,7 +134,7 @@ def same_found(a, b):
 
 
 def thresholds(x):
-    """Keys below all, keys above all, and some that occur."""
+    """Return keys below all others, keys above all others, and some keys that occur."""
     keys = kernels.magnitude_keys(x).sort().values
     some = keys[:: max(x.numel() // 3, 1)].tolist()
     return {-5, 0, 1, *some, *(key + 1 for key in some), (1 << 31) - 1, 1 << 31, 1 << 40}

@@ -1,6 +1,6 @@
-"""A new algorithm needs one file and one row; contracts and commands then find it without another edit.
+"""Check that one file and one row suffice for contracts and commands to find a new algorithm.
 
-The files and the entry points are those that ``docs/extending.md`` shows.
+The files and the entry points come from ``docs/extending.md``.
 """
 
 import json
@@ -42,7 +42,7 @@ def block(title, language="python"):
 
 
 def entry_points():
-    """Return the groups of the page's pyproject.toml, in the form of an installed package."""
+    """Return the entry-point groups of the page's pyproject.toml, as if its package were installed."""
     named = block("One row: a name for every command", "toml").replace('"', "")
     return named.replace("project.entry-points.", "")
 
@@ -135,7 +135,7 @@ def test_arguments_without_types_are_options_by_their_look(newcomer):
 
 
 def test_the_help_of_train_names_the_collective_and_the_scheme(newcomer, tmp_path):
-    """This runs in a separate process, because a command lists the names when it is imported."""
+    """Run in a separate process, because a command lists the names when it is imported."""
     script = f"""
 import sys
 

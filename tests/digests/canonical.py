@@ -1,4 +1,4 @@
-"""One short digest of tensors, numbers and mappings of them, independent of the order of keys."""
+"""Digest tensors, numbers and mappings of them, independently of the order of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are averaged step by step: every preset, on virtual ranks."""
+"""Digest gradients that are averaged step by step, with every preset on virtual ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = {"a": 4000, "b": 1, "c": 2999, "d": 1000}  # elements; "d" is the outpu
 Digests = dict[str, str]
 Row = Callable[[], Digests]
 
-# "PRESET, ...": options of the preset, and of the reducer
+# "PRESET, ..." -> options of the preset, and options of the reducer
 Options = dict[str, Any]
 DEFAULTS: dict[str, Options] = {name: {} for name in subject.PRESETS}
 
@@ -100,7 +100,7 @@ def _averaged(name: str, ranks: int) -> Digests:
 
 
 async def steps_of(comm: Any, name: str) -> dict[str, Any]:
-    """Average the gradients of all steps on this rank; return the results."""
+    """Average gradients on every step of this rank; return the results."""
     reducer = _reducer(comm, name)
     averages, lost, residuals, messages = [], [], [], []
     for step in range(STEPS):
@@ -118,7 +118,7 @@ async def steps_of(comm: Any, name: str) -> dict[str, Any]:
 
 
 def _interrupted(name: str) -> Digests:
-    """Let NaN refuse a step, save the state, restore it into another reducer, and continue."""
+    """Refuse a step because of NaN, save the state, restore it in another reducer, and continue."""
 
     async def program(comm: Any) -> dict[str, Any]:
         reducer = _reducer(comm, name)
@@ -142,7 +142,7 @@ def _interrupted(name: str) -> Digests:
 
 
 def digests_of(program: Any, ranks: int, *, timed: bool = False) -> Digests:
-    """Run a program that returns values by name on virtual ranks; ranks' averages must be equal."""
+    """Run a program on virtual ranks that returns values by name; averages must be equal on all ranks."""
     simulation = subject.simulate(program, ranks)
     results = simulation.results
     digests = {key: sha([result[key] for result in results]) for key in results[0]}
@@ -152,7 +152,7 @@ def digests_of(program: Any, ranks: int, *, timed: bool = False) -> Digests:
 
 
 def _reducer(comm: Any, name: str) -> subject.Reducer:
-    """Make the reducer that ``attach`` would make for a model with these layers."""
+    """Make a reducer as ``attach`` would for a model with these layers."""
     options = dict({**DEFAULTS, **OPTIONS}[name])
     told = {"density": DENSITY}
     told |= {key: options.pop(key) for key in _OF_THE_REDUCER if key in options}
@@ -173,7 +173,7 @@ async def _step(reducer: subject.Reducer, step: int) -> list[torch.Tensor]:
 
 
 def _gradients(reducer: subject.Reducer, step: int) -> list[torch.Tensor]:
-    """Draw fixed noise with long tails; the part that ranks share grows along the vector."""
+    """Draw reproducible noise with long tails; the part that ranks share grows along the vector."""
     common = torch.Generator().manual_seed(7919 + step)
     own = torch.Generator().manual_seed(1000 * step + reducer.comm.rank)
     drawn = []

@@ -1,4 +1,4 @@
-"""Digest calls, models, linear models, bytes and selections: all results but averaged gradients."""
+"""Digest all results except averaged gradients: calls, models, linear models, bytes, selections."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _called(name: str, ranks: int) -> Digests:
 
 
 def _sparse_noise(seed: int, size: int) -> torch.Tensor:
-    """Return noise with a tenth of non-zero elements."""
+    """Return noise in which a tenth of the elements are nonzero."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(size, generator=generator)
     return values * (torch.rand(size, generator=generator) < 0.1)
@@ -83,7 +83,7 @@ _SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _averaged(name: str, ranks: int, late: bool) -> Digests:
-    """Average models on ranks that are in step, or late in turn by the simulator's exact clock."""
+    """Average models on ranks that are in step, or are late in turn by the simulator's clock."""
     scheme, options = _SCHEMES[name]
 
     async def program(comm: Any) -> dict[str, Any]:

@@ -1,15 +1,14 @@
-"""Record digests of what virtual ranks compute, or check that they still compute the same bits.
+"""Record digests of virtual ranks' results, or check that the results have the same bits.
 
 ::
 
     python -m tests.digests.record [--check] [NAME ...] # rows whose names contain a NAME; default: all
     python -m tests.digests.record --write [NAME ...]
 
-Real ranks need no digests here, because the tests of every transport compare them with virtual
-ranks.
+Real ranks need no digests, because the tests of every transport compare them with virtual ranks.
 
-The rows of "demo" depend on the processor: its transform is a matrix product, which the processor's
-library computes with instructions of its own choice.
+The rows of "demo" depend on the processor: the transform is a matrix product, for which the
+linear-algebra library chooses instructions by processor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything that the recorder of digests takes from the library, in one place."""
+"""All names that the digests use from the library, in one place."""
 
 # ruff: noqa: F401  (the other modules take these names from here)
 
@@ -53,7 +53,7 @@ SELECTORS: Mapping[str, Callable[[], Any]] = {
 
 
 async def reduced(vector: Tensor, comm: Any, *, k: int | None, **arguments: Any) -> Any:
-    """Do the same as ``allreduce``, on a communicator that cannot block."""
+    """Run ``allreduce`` on a communicator that cannot block."""
     arguments = dict(arguments)
     algorithm, op = arguments.pop("algorithm", None), arguments.pop("op", "sum")
     return await _prepare(vector, algorithm, k, op, arguments)(comm)
@@ -62,7 +62,7 @@ async def reduced(vector: Tensor, comm: Any, *, k: int | None, **arguments: Any)
 def encoded(
     codec: Any, values: Tensor, *, dense: bool, rank: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Return a rank's message, and the vector that other ranks decode from it."""
+    """Return a rank's message, and the vector that other ranks decode from this message."""
     codec = codec.seeded(rank, step)
     given = DenseVector(values) if dense else SparseVector.from_dense(values)
     payload = codec.encode(given).payload
@@ -70,7 +70,7 @@ def encoded(
 
 
 def selected(selector: Any, accumulated: Tensor, k: int, step: int, *, watched: bool) -> list[Any]:
-    """Return the selection; if ``watched``, from the candidates collected while accumulating, if any."""
+    """Return the selection; if ``watched``, from candidates collected during accumulation, if any."""
     collect = selector.collect_from(k, step, accumulated.dtype) if watched else None
     collected = reaching(accumulated, *collect) if collect else None
     vector = selector.select(accumulated, k, step, collected)
@@ -91,7 +91,7 @@ def linear_solver(
     l1: float = 0.0,
     l2: float = 0.0,
 ) -> Any:
-    """Return a solver of one rank's rows."""
+    """Return a solver for one rank's rows."""
     kind = np.dtype(dtype)
     problem = Problem(features, labels, model, l1, l2, dtype=kind)
     if solver == "scd":

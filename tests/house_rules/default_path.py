@@ -1,6 +1,6 @@
 """List the files whose functions run when two ranks train with the defaults, and their lines of code.
 
-"attach" marks the files whose code runs only while attaching and closing.
+"attach" marks files whose code runs only on attaching and closing.
 
 ``python -m tests.house_rules.default_path``
 """
@@ -24,7 +24,7 @@ AIMS = {"SGD": (22, 3_000), "AdamW": (28, 3_800)}  # files and lines of the step
 
 
 def train(name: str) -> tuple[set[str], set[str]]:
-    """Train a few steps; return the library's files whose functions ran, at all and within steps."""
+    """Train for a few steps; return the files whose functions ran, at all and within steps."""
     seen: set[str] = set()
     in_steps: set[str] = set()
     steps = False

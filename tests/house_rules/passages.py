@@ -1,4 +1,4 @@
-"""Draw passages of prose at random, for readers to rate as native, clear or needing a second reading.
+"""Draw random passages of prose, for readers to rate as native, clear or hard to read.
 
     python -m tests.house_rules.passages --seed 34 [--count 60]
 
@@ -23,7 +23,7 @@ GENERATED = {"semantics.md"}
 
 
 def of_code(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every docstring and every block of comment lines."""
+    """Yield the line and text of every docstring and every block of comment lines."""
     text = file.read_text()
     for node in ast.walk(ast.parse(text)):
         documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -48,7 +48,7 @@ def of_code(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def of_page(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and text of every paragraph and list item; tables and code are skipped."""
+    """Yield the line and text of every paragraph and list item; skip tables and code."""
     inside, block, start = False, list[str](), 0
     for number, line in enumerate([*file.read_text().splitlines(), ""], 1):
         if line.lstrip().startswith("```"):

@@ -1,7 +1,7 @@
 """Compare lines of code with their budgets: ``python -m tests.house_rules.size``.
 
-Docstrings, comments and blank lines do not count, so explanations cost nothing. No test depends on
-the result, so nobody has a reason to shorten clear code.
+Docstrings, comments and blank lines do not count, so explanations are free. No test depends on the
+result, so there is no reason to shorten clear code.
 """
 
 import ast

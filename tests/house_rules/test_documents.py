@@ -134,7 +134,7 @@ def test_the_files_that_documents_name_are_there():
 
 
 def test_the_files_that_documents_link_to_are_there():
-    """Links must work on the site and in the repository; no page links to pages of the site alone."""
+    """Links must work on the site and in the repository, so none may point to generated pages."""
     more = [
         *(ROOT / "benchmarks").glob("*.md"),
         ROOT / "papers" / "README.md",

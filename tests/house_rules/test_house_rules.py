@@ -1,4 +1,4 @@
-"""Check those house rules that a machine can check; CONTRIBUTING.md explains them."""
+"""Check the house rules that a machine can check; CONTRIBUTING.md explains them."""
 
 import ast
 import importlib
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "src", ROOT / "papers" / "src")
 FILES = sorted(path for source in SOURCES for path in source.rglob("*.py"))
 
-# a row may import itself and the rows above it
+# a row may import itself and all rows above it
 LAYERS = (
     (
         "errors",
@@ -41,8 +41,8 @@ LAYERS = (
 LEVEL_OF = {axis: level for level, row in enumerate(LAYERS) for axis in row}
 MAX_FLOORS = 14
 
-# these packages are independent of the network: they may import the transports' seam, but no
-# adapter
+# packages that are independent of the network: they may import the transports' interface, but no
+# implementation
 ALGORITHMS = ("selection", "wire", "collectives", "cost", "averaging", "feedback")
 ADAPTERS = {"process_group", "zmq", "mpi", "sim", "connect", "launchers"}
 
@@ -76,7 +76,7 @@ TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()
 
 
 def imports_of(module: str) -> Iterator[str]:
-    """Return all modules that the file imports anywhere; ``from p import m`` gives p.m if it exists."""
+    """Return all modules that a file imports anywhere; ``from p import m`` gives p.m if it exists."""
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -188,7 +188,7 @@ def test_no_state_in_modules_or_classes():
     assert not kept
 
 
-# attributes of other libraries' objects that happen to share a name with one of ours
+# attributes of other libraries' objects that share a name with an attribute of this library
 FOREIGN = {"options._devices", "sys.path", "tags.input_tags.sparse", "torch.amp.GradScaler.step"}
 
 
@@ -203,7 +203,7 @@ def is_own(node: ast.Attribute) -> bool:
 
 
 def attributes_of(module: str) -> set[str]:
-    """Return the attributes that the classes of a module declare or set on themselves."""
+    """Return the attributes that a module's classes declare or set on themselves."""
     tree = TREES[module]
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     targets = [n.target for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
@@ -212,7 +212,7 @@ def attributes_of(module: str) -> set[str]:
 
 
 def test_only_a_class_and_its_module_set_its_attributes():
-    """Other modules must call a method or set a property that has a setter, such as ``state``."""
+    """Other modules must call a method, or set a property with a setter, such as ``state``."""
     own = {module: attributes_of(module) for module in MODULES}
     setters = {
         node.name
@@ -233,7 +233,7 @@ def test_only_a_class_and_its_module_set_its_attributes():
 
 
 def test_a_handle_inherits_from_few_classes():
-    """Other features must be objects that the handle holds, e.g. the membership in elastic training."""
+    """Other features must be objects held by the handle, e.g. the membership in elastic training."""
     bases = {
         node.name: [ast.unparse(base) for base in node.bases]
         for tree in TREES.values()
@@ -256,7 +256,7 @@ def test_a_handle_inherits_from_few_classes():
 # ---- pickles: bytes from others, by wire or file, are never unpickled, because a pickle can call
 # anything
 
-# exceptions, and why they are safe
+# exceptions -> why they are safe
 PICKLES = {
     "sparsync.errors": "words the error of torch.load",
     "sparsync_papers.workloads.cifar10": "an unpickler that refuses every name but numpy's arrays",
@@ -298,7 +298,7 @@ def test_nothing_is_unpickled():
 
 
 def algorithms() -> Iterator[tuple[str, ast.ClassDef]]:
-    """Return every class that implements a seam, i.e. one algorithm of an axis."""
+    """Return every class that implements an axis's interface, i.e. every algorithm."""
     for module, tree in TREES.items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

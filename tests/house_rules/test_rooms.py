@@ -1,4 +1,4 @@
-"""A paper's room has the paper's page as its docstring: the names in it exist, and its examples run."""
+"""Check the rooms' docstrings, i.e. the papers' pages: their names exist, and examples run."""
 
 import dataclasses
 import importlib
@@ -55,13 +55,13 @@ def text_of(room):
 
 
 def sections(room):
-    """Return the text of every section by its title; the text before the first has the title ""."""
+    """Return the text of every section by title; text before the first section has the title ""."""
     parts = re.split(r"^(.+)\n-{3,}$", "\n" + text_of(room), flags=re.MULTILINE)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
 def programs(room):
-    """Return the indented blocks, programs and commands, of the section "Run it"."""
+    """Return the indented blocks (programs and commands) of the section "Run it"."""
     text = sections(room)["Run it"]
     blocks = re.findall(r"(?:^ {4}.*\n(?:\n(?= {4}))*)+", text + "\n", flags=re.MULTILINE)
     return [textwrap.dedent(block) for block in blocks]
@@ -144,7 +144,7 @@ def modules_of(package):
 
 
 def known_names(room):
-    """Return the names of the room and the library that a page may use without their module."""
+    """Return the names of the room and the library that a page may use without a module."""
     package = importlib.import_module(room)
     homes = [
         *modules_of(package),
@@ -206,7 +206,7 @@ def resolved(name, names):
     return value
 
 
-# terms of a step and of averagers, which name no object of a module
+# terms of steps and averagers that name no object of a module
 WORDS = {"average", "finish", "n", "publish", "rank", "total", "world_size"}
 
 

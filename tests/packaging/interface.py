@@ -1,7 +1,7 @@
-"""The public interface as text: ``python -m tests.packaging.interface > tests/packaging/interface.txt``.
+"""Print the public interface: ``python -m tests.packaging.interface > tests/packaging/interface.txt``.
 
 Each line has a name and its parameters; ``=`` marks optional ones. The names in ``__all__`` of the
-modules below are promised, except for ``UNPROMISED``; anything else may change in any release.
+modules below are promised, except for ``UNPROMISED``; all other names may change in any release.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ def _shape(thing: object) -> str:
     methods = [
         f".{name}{_parameters(method)}"
         for name, method in sorted(vars(thing).items())
-        # when torch makes an optimizer, it puts a wrapped copy of an inherited step() into its
-        # class
+        # torch puts a wrapped copy of an inherited step() into an optimizer's class
         if inspect.isfunction(method)
         and method.__qualname__ == f"{thing.__qualname__}.{name}"
         and not name.startswith("_")

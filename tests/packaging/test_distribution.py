@@ -1,4 +1,4 @@
-"""A wheel built from a clean copy has the right files, and runs without the checkout once installed."""
+"""Test that a wheel built from a clean copy has the right files and runs without the checkout."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def run(*words, **options):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Build the sdist of the files in git, and from it the wheel, as pip would."""
+    """Build an sdist from the files in git, and a wheel from the sdist, as pip would."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("dist")
     environment = {

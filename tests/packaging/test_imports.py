@@ -1,4 +1,4 @@
-"""``import sparsync`` is cheap and loads no engine, and training with the defaults loads no paper."""
+"""Test that ``import sparsync`` is cheap and loads no engine, and default training no paper."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The public interface is listed in a file, so that every change to it is visible and deliberate."""
+"""Compare the public interface with a file, so that every change is visible and deliberate."""
 
 import importlib
 from pathlib import Path

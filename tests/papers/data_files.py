@@ -1,4 +1,4 @@
-"""Data sets of a few samples, written in the formats of the real ones."""
+"""Write data sets of a few samples in the formats of the real ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_cifar10_binary(folder: Path) -> None:
 
 
 def tone(frames: int, hertz: float = 440.0) -> np.ndarray:
-    """A sound at 16 kHz; a frame is 10 ms."""
+    """Return a sound at 16 kHz; a frame has 10 ms."""
     return (8000 * np.sin(2 * np.pi * hertz / 16_000 * np.arange(160 * frames))).astype(np.int16)
 
 
@@ -55,7 +55,7 @@ def write_wav(path: Path, samples: np.ndarray, *, rate: int = 16_000, channels: 
 
 
 def write_an4(folder: Path) -> None:
-    """Write CMU's layout, in which sounds are a .wav and raw files in both byte orders."""
+    """Write CMU's layout, with a .wav file and raw sounds in both byte orders."""
     (folder / "etc").mkdir(parents=True)
     texts = {"train": ["YES", "GO ON", "RUBOUT"], "test": ["NO", "O'NEIL"]}
     for part, spoken in texts.items():
@@ -113,7 +113,7 @@ def pair_writer(source: str, target: str) -> Callable[[Path], None]:
     return write
 
 
-# for every workload that needs data: the writer of its folder, and sizes that train quickly
+# workload that needs data -> writer of its folder, and sizes that train quickly
 WRITERS = MappingProxyType(
     {
         **{

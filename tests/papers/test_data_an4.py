@@ -1,4 +1,4 @@
-"""Test how the workload AN4 reads three forms of sounds, their spectrograms, and CTC's letters."""
+"""Test AN4's three sound formats, spectrograms, and CTC's letters."""
 
 import pytest
 import torch

@@ -42,7 +42,7 @@ def test_images_are_whitened_and_moved_only_while_training(tmp_path):
 
 
 class Harmful:
-    """Writes a file when it is unpickled."""
+    """An object that writes a file when unpickled."""
 
     def __init__(self, path):
         self.path = path

@@ -1,4 +1,4 @@
-"""Test how BERT's documents become pieces of words, pairs of passages, and masks."""
+"""Test how BERT's documents become word pieces, pairs of passages, and masks."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def named_documents(folder, count=40, sentences=6):
-    """Write documents; document d has sentences "d.s d.s d.s", so every token shows its origin."""
+    """Write documents; sentence s of document d is "d.s d.s d.s", so every token shows its origin."""
     names = [f"d{d}s{s}" for d in range(count) for s in range(sentences)]
     blocks = [
         "\n".join(" ".join([f"d{d}s{s}"] * 3) for s in range(sentences)) for d in range(count)

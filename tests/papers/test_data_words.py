@@ -1,4 +1,4 @@
-"""Test the vocabulary and the windows of texts, and pairs of sentences."""
+"""Test vocabularies, windows of texts, and sentence pairs."""
 
 import numpy as np
 import pytest
@@ -160,7 +160,7 @@ def test_files_that_do_not_fit_are_told(tmp_path):
 
 
 class Shouting(torch.nn.Module):
-    """A model that solves the sentence pairs of these tests, by copying the source and then ending."""
+    """A model that solves these tests' sentence pairs by copying the source and then ending."""
 
     def forward(self, source, written):
         following = source[:, : written.shape[1]]

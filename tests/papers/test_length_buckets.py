@@ -1,4 +1,4 @@
-"""Test that length buckets lose no line, do not count padding, and know their costs in advance."""
+"""Test that length buckets lose no line, ignore padding, and know their costs in advance."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def line_of(tokens, targets) -> bytes:
 
 @pytest.fixture(scope="module")
 def workload():
-    """Write lines of 1 to 40 letters, equally many of each length; every line states its length."""
+    """Write equally many lines of each length from 1 to 40; every line states its length."""
     made = LinesWorkload(context=32, width=32, layers=1, bucket_width=8)
     buckets = made.buckets(text_of(*(bytes([64 + n]) * n for n in range(1, 41) for _ in range(3))))
     object.__setattr__(made, "parts", (buckets, buckets))
@@ -66,7 +66,7 @@ def test_every_line_is_equally_likely(workload):
     drawn = torch.cat([buckets.draw(generator, 4)[0] for _ in range(10_000)])
     counts = drawn.bincount(minlength=93).double()
     assert len(counts) == 93  # lengths 2 to 32, three lines of each
-    # about 430 are expected; a batch has lines of one bucket, so bucket counts vary twice as much
+    # about 430 each are expected; a batch has lines of one bucket, so counts vary twice as much
     assert (counts / counts.mean() - 1).abs().max() < 0.2
 
 
@@ -80,7 +80,7 @@ def test_the_relative_cost_is_that_of_the_batch_and_1_on_average(workload):
 
 
 def test_padding_changes_neither_loss_nor_gradient(workload):
-    """Further padding of a batch changes nothing."""
+    """More padding in a batch changes nothing."""
     lines, results = torch.tensor([0, 5, 20]), []
     for width in (8, 32):
         model = workload.make_model(0)

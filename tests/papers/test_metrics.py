@@ -1,4 +1,4 @@
-"""BLEU and error rates match examples worked out by hand, and the ranks' shares add up to the whole."""
+"""Compare BLEU and error rates with worked examples, and ranks' shares with the whole."""
 
 import math
 

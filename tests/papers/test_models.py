@@ -1,4 +1,4 @@
-"""The papers' models have the sizes stated in the papers; the test allocates none of them."""
+"""Check that the papers' models have the stated sizes, without allocating them."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test shapes, gradients, initial weights and receptive fields of the papers' models, made small."""
+"""Test shapes, gradients, initial weights and receptive fields of small versions of the models."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_convolutions_start_as_he_says():
 
 
 def test_speech_hears_no_further_than_documented():
-    """With a lookahead of 20 the reach is 27 positions."""
+    """With a lookahead of 20, the receptive field reaches 27 positions ahead."""
     model = small("lstm_an4", lookahead=3).eval()
     utterance = torch.randn(1, 1, 41, 60)
     padded = torch.cat((utterance, torch.randn(1, 1, 41, 20)), -1)

@@ -1,4 +1,4 @@
-"""PPO's parts match their definitions; ranks collect their own experience; a policy learns."""
+"""Test PPO's parts against their definitions, that ranks collect separately, and that it learns."""
 
 import sys
 from statistics import fmean
@@ -83,14 +83,14 @@ def test_ranks_collect_whole_episodes_of_unequal_length(task):
     model = task.make_model(0)
     collected = [task.collect(model, **{**PLACE, "rank": rank}) for rank in range(4)]
     for experience in collected:
-        # CartPole pays 1 per step: the lengths are the returns
+        # CartPole pays 1 per step, so returns are lengths
         assert len(experience.returns) == 3 and experience.steps == sum(experience.returns)
         assert len(experience.observations) == len(experience.targets) == experience.steps
     assert len({experience.steps for experience in collected}) > 1
 
 
 def test_nothing_follows_a_failure_and_something_what_is_cut(task):
-    """A failed episode has no value after its end, but an episode cut at the limit has.
+    """A failed episode has no value after its end; an episode cut off at the limit has one.
 
     With trace 0, the last advantage is reward + discount * next value - value.
     """
@@ -107,7 +107,7 @@ def test_nothing_follows_a_failure_and_something_what_is_cut(task):
     assert failed.steps < 500
     assert failed.advantages[-1].item() == pytest.approx(1 - 10)
     assert failed.advantages[0].item() == pytest.approx(1 + 0.99 * 10 - 10)
-    # with this seed no episode reaches the limit
+    # with this seed, no episode reaches the limit
     reached_the_limit = collected(Ppo("MountainCar-v0", episodes=1, trace=0.0))
     assert reached_the_limit.steps == 200
     assert reached_the_limit.advantages[-1].item() == pytest.approx(-1 + 0.99 * 10 - 10)

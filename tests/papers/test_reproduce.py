@@ -1,4 +1,4 @@
-"""Test the files, pages, failures and names of the framework of ``sparsync reproduce``."""
+"""Test the framework of ``sparsync reproduce``: files, pages, failures and names."""
 
 import csv
 import io

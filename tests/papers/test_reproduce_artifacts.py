@@ -1,4 +1,4 @@
-"""Every artifact runs in its quick form, and the computations behind the artifacts are right."""
+"""Run every artifact in its quick form, and check the computations behind the artifacts."""
 
 from dataclasses import replace
 
@@ -99,7 +99,7 @@ def test_the_learning_rate_grows_and_falls_linearly_if_it_decays():
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_first_steps_exchange_all_entries(nesterov):
-    """Up to then, RGC is dense training, with plain and with Nesterov's momentum."""
+    """During those steps, RGC is dense training, with plain and with Nesterov momentum."""
     recipe = replace(digits_recipe(2), nesterov=nesterov)
     weights = {}
     for name, whole in (("dense", 0), ("redsync", 2), ("redsync", 0)):

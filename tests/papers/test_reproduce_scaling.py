@@ -24,7 +24,7 @@ OTHERS = [s for s in SCHEMES if s not in (OKTOPK, *OURS)]
 
 
 def ratios(costs, model, ranks, scheme=OKTOPK):
-    """Return how many times as long as the given scheme each other scheme takes, by the closed forms."""
+    """Return the other schemes' step times relative to a scheme, by the closed forms."""
     mine = costs.seconds(scheme, model, ranks)
     return {s.name: costs.seconds(s, model, ranks) / mine for s in OTHERS}
 

@@ -1,4 +1,4 @@
-"""Test WAGMA's artifacts: virtual time, training in virtual time, and the comparisons."""
+"""Test WAGMA's artifacts: virtual time, training in virtual time, and comparisons."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_the_control_is_within_7_percent():
 
 
 def constant_slopes(rank):
-    """A model with one parameter, which each local step of rank r moves by r + 1."""
+    """Return a model with one parameter, which each local step of rank r moves by r + 1."""
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
 

@@ -1,4 +1,4 @@
-"""Test that the committed fit of the time to a loss matches its curves; test plans, pages and errors."""
+"""Test that the committed fit matches its curves, and test plans, pages and errors."""
 
 import importlib
 import json
@@ -95,7 +95,7 @@ def test_fewer_bytes_never_take_longer(alpha, idle):
 
 
 def test_the_seconds_behind_auto_are_about_those_of_the_lab(fitted):
-    """The seconds in ``docs/planning.md`` do not model TCP's windows and losses."""
+    """The prediction of ``docs/planning.md`` does not model TCP's windows and losses."""
     surface, near, fewer = importlib.import_module("surface"), {}, set()
     found = {}
     for row in [*fitted.Results(fitted.DATA).rows, *fitted.Results(surface.CELLS).rows]:
@@ -144,7 +144,7 @@ def test_the_lab_measured_such_steps():
 
 
 def test_a_window_is_halved_in_every_pause_and_opens_again():
-    """At 100 Mbit/s and 80 ms per round trip, 0.9 MB is all in flight, and takes 0.072 s plus latency."""
+    """At 100 Mbit/s and 80 ms RTT, all of 0.9 MB is in flight, and takes 0.072 s plus latency."""
     far = Machine(alpha=0.04, beta=8e-8)
 
     def late(idle):
@@ -316,7 +316,7 @@ def test_it_takes_the_doctors_measurements(command, tmp_path):
 
 
 def test_a_long_pause_only_closes_the_windows():
-    """A long pause halves TCP's windows again and again, but not below the smallest window."""
+    """A long pause halves TCP's windows repeatedly, but not below the smallest window."""
     far = Machine(alpha=0.04, beta=8e-8)
     hour, day = (allreduced(1e7, 4, far, idle) for idle in (3_600.0, 86_400.0))
     assert hour == day > allreduced(1e7, 4, far)

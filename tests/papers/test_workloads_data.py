@@ -1,4 +1,4 @@
-"""Each workload of the papers reads its real format, trains, and is evaluated in shares."""
+"""Test that each of the papers' workloads reads its real format, trains, and evaluates in shares."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_it_trains_and_is_evaluated_in_shares(name, workload):
     torch.optim.SGD(model.parameters(), 0.01).step()
     assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
-    # samples are evaluated one by one, because padding a sample changes the output of AN4's LSTM
+    # evaluate samples one by one, because padding changes the output of AN4's LSTM
     whole = workload.evaluate(model, batch_size=1)
     assert model.training
     shares = [workload.evaluate(model, rank=rank, world_size=2, batch_size=1) for rank in range(2)]

@@ -1,1 +1,1 @@
-"""The matrix of practices that work or are refused: its tests, and the page that they generate."""
+"""The matrix of practices that work or are refused, its tests, and the page that they generate."""

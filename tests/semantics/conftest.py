@@ -1,3 +1,3 @@
-"""The tests of this folder run on two ranks."""
+"""Run this folder's tests on two ranks."""
 
 from tests.on_ranks import together  # noqa: F401

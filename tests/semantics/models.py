@@ -14,7 +14,7 @@ class Seeded(nn.Module):
 
 
 class Branches(Seeded):
-    """A model whose layer ``rare`` is used by none, one or both ranks, depending on their batches."""
+    """A model in which none, one or both ranks use the layer ``rare``, depending on their batches."""
 
     def build(self) -> None:
         self.always, self.rare, self.never = (nn.Linear(20, 5) for _ in range(3))
@@ -24,7 +24,7 @@ class Branches(Seeded):
 
 
 class Words(Seeded):
-    """An embedding whose gradients are COO."""
+    """An embedding with COO gradients."""
 
     def build(self) -> None:
         self.words, self.rest = nn.Embedding(60, 5, sparse=True), nn.Linear(20, 5)

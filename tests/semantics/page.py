@@ -16,25 +16,26 @@ FILES = (test_gradients, test_models, test_loops)  # their order is that of the 
 _BEGIN = """\
 # Semantics: what works, and what is refused
 
-Practices of training scripts beyond `loss.backward(); optimizer.step()`, and whether they work with
-each integration.
+This page lists practices of training scripts beyond `loss.backward(); optimizer.step()`, and shows
+whether they work with each integration.
 
-- *works*: it means what it means without sparsync, and a test compares the two.
-- *refused*: an error says so, in one line, before any harm is done.
-- *-*: it does not exist there.
+- *works*: the practice has the same meaning as without sparsync, and a test compares the two.
+- *refused*: a one-line error says so before any harm is done.
+- *-*: the practice does not exist there.
 - *untested*: the code accepts it, but no test has run all of it.
 
-The columns: `sparsync.attach` with a DDP model, exchanging gradients; the same with
-`exchange="updates"` and the optimizer, which is what AdamW and Muon get by default; `UpdateSpaceSGD` and
-`UpdateSpaceAdamW` of `sparsync_papers`; the averagers of `sparsync.averaging`.
+The columns are `sparsync.attach` with a DDP model, exchanging gradients; the same with
+`exchange="updates"` and the optimizer, which is the default for AdamW and Muon; `UpdateSpaceSGD` and
+`UpdateSpaceAdamW` of `sparsync_papers`; and the averagers of `sparsync.averaging`.
 
-The comparison: if everything is exchanged (density 1, period 1) with SGD, all four are the same
-training as one process with the batches of all ranks. So each set-up is trained by all four and by
-that process, and the weights must agree. At density 10 %, every step must then satisfy
+If everything is exchanged (density 1, period 1) with SGD, all four are equivalent to training in one
+process with the batches of all ranks. Each set-up is therefore trained by all four and in one process,
+and the weights must agree. At density 10 %, every step must satisfy
 
     sum over ranks(residual + gradient) == world_size * average + sum over ranks(residual afterwards)
 
-Two ranks on CPU; `torch.distributed` over gloo, and the transport that `attach` chooses by default.
+The tests use two ranks on CPUs, `torch.distributed` over gloo, and the transport that `attach` chooses
+by default.
 
 The tests in `tests/semantics` write this page: `python -m tests.semantics.page > docs/semantics.md`.
 """
@@ -66,7 +67,7 @@ def _line(row: Practice) -> str:
 
 
 def _notes(row: Practice) -> str:
-    """Return the notes of a row, one per cell; columns with the same note share it."""
+    """Return the notes of a row; columns with the same note share it."""
     columns: dict[str, list[str]] = {}
     for column, said in row.cells.items():
         columns.setdefault(ELSEWHERE.sub(r" (`\1`: `\2`)", said), []).append(f"`{column}`")

@@ -1,4 +1,4 @@
-"""Define tests that run on two ranks for every integration, and are rows of ``docs/semantics.md``."""
+"""Define tests that run on two ranks for every integration, and give rows of ``docs/semantics.md``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class Practice:
     Attributes:
         section: its section of the page.
         name: its row of the page.
-        cells: by column, "works. ...", "refused. ..." or "untested. ..."; none if the practice does not
-            exist there.  A cell proved by a test in another folder ends with "(tests/FILE.py::NAME)".
+        cells: by column, "works. ...", "refused. ..." or "untested. ..."; absent if the practice
+            does not exist there. A cell that a test in another folder proves ends with
+            "(tests/FILE.py::NAME)".
         file: the module of the test.
-        test: name of the test; empty if other folders prove all cells.
+        test: name of the test; empty if tests in other folders prove all cells.
     """
 
     section: str
@@ -43,9 +44,8 @@ PRACTICES: list[Practice] = []
 def section(file: str, title: str) -> Callable[..., Any]:
     """Return a decorator that runs a function of the column as a test on two ranks, once per column.
 
-    The decorator takes the practice's name and the cells by column. ``local`` gives the cell of
-    every column but ``attach``, and ``everywhere`` that of all columns, unless a column has a cell
-    of its own.
+    The decorator takes the practice's name and the cells by column. ``local`` is the cell of every
+    column except ``attach``, and ``everywhere`` of every column, unless a column has its own cell.
     """
 
     def practice(name: str, *, local: str = "", everywhere: str = "", **cells: str) -> Any:

@@ -39,9 +39,9 @@ _SUM = "works. Gradients are local, so they add up as usual."
 
 @practice(
     "gradient accumulation under `no_sync()`",
-    attach="works. The sum over micro-batches is exchanged once, with the last one; below density 1 the "
-    "part that is not delivered waits in the residual. As with plain DDP, the forward pass decides, so "
-    "it belongs inside the context as well.",
+    attach="works. The sum over micro-batches is exchanged once, with the last one; below density "
+    "1, the undelivered part stays in the residual. As with plain DDP, the forward pass decides, "
+    "so it must be inside the context as well.",
     updates=_SUM,
     local=f"{_SUM} Call `step()` once per optimizer step.",
     UpdateSpace=f"{_SUM} They are exchanged in `step()`.",
@@ -52,8 +52,8 @@ def test_no_sync(column):
 
 @practice(
     "several backward passes per step without `no_sync()`",
-    attach="works. Each pass is exchanged together with what is in the gradients already; the law holds "
-    "over both. It costs one exchange per pass.",
+    attach="works. Each pass is exchanged together with the current content of the gradients; the "
+    "law holds over both passes. This costs one exchange per pass.",
     local=_SUM,
 )
 def test_backward_twice(column):
@@ -86,9 +86,9 @@ def test_corrected_gradients_count_once(column):
 
 @practice(
     "a second `backward()` of a kept graph (`retain_graph=True`), or of an older forward pass",
-    attach="refused. DDP exchanges once per forward pass, so whatever the second pass adds would stay on "
-    "its rank (under plain DDP it does, silently). Add the losses, or use `no_sync()`. Without DDP "
-    "(`replicate=`) every pass is exchanged.",
+    attach="refused. DDP exchanges once per forward pass, so the second pass's gradients would "
+    "stay on their rank (as they silently do under plain DDP). Add the losses, or use "
+    "`no_sync()`. Without DDP (`replicate=`) every pass is exchanged.",
     local=_SUM,
 )
 def test_second_backward(column):
@@ -151,8 +151,8 @@ def test_graphs_of_gradients(column):
 
 @practice(
     "clipping of the reduced gradient (`clip_grad_norm_` after `backward()`)",
-    attach="works. Gradients are equal on all ranks, and so are their norms. What clipping removes is "
-    "lost, as in dense training; the residual is not clipped.",
+    attach="works. Gradients and their norms are equal on all ranks. The part that clipping "
+    "removes is lost, as in dense training; the residual is not clipped.",
 )
 def test_clipped_average(column):
     same_training(column, clip=0.05)
@@ -174,22 +174,22 @@ practice(
     "NaN or Inf on one rank",
     attach="works. All ranks raise, skip or propagate together (`nonfinite=`); residuals are unchanged. "
     "(tests/distributed/test_ddp.py::test_nonfinite_gradients_are_refused_collectively)",
-    updates="works. All ranks return to the weights after their last exchange, and the broken rank "
-    "drops the moments that are not finite; a second time in a row raises. "
+    updates="works. All ranks return to their weights after the last exchange, and the affected "
+    "rank drops moments that are not finite; a second time in a row raises an error. "
     "(tests/distributed/test_updates.py::test_nan_on_one_rank_brings_all_back)",
     UpdateSpace="works. All ranks raise; weights, residuals and the affected rank's moments are "
     "unchanged. "
     "(tests/unit/test_adam.py::test_update_space_adam_keeps_its_moments_when_a_step_is_refused)",
-    averaging="works. The affected rank raises before its values reach others; "
-    "`nonfinite='spread'` lets them spread. (tests/unit/test_averager.py"
-    "::test_what_is_not_finite_stays_at_home_unless_it_may_spread)",
+    averaging="works. The affected rank raises before its values reach other ranks; "
+    "`nonfinite='spread'` lets them spread. "
+    "(tests/unit/test_averager.py::test_what_is_not_finite_stays_at_home_unless_it_may_spread)",
 )
 
 
 @practice(
     "sparse (COO) gradients: embeddings with `sparse=True`",
-    attach="works. They are accumulated into a dense residual, and return as COO with the rows that were "
-    "delivered.",
+    attach="works. They are accumulated into a dense residual, and become COO gradients with the "
+    "delivered rows.",
     updates="works. The local optimizer consumes them; weights are exchanged.",
     UpdateSpace="refused. Build the embedding with `sparse=False`.",
     averaging="works. The local optimizer consumes them; weights are averaged.",
@@ -209,7 +209,7 @@ practice = section(__name__, "Precision and devices")
 
 @practice(
     "AMP: bfloat16 autocast",
-    everywhere="works. Weights are float32, and gradients as well; no setting is needed.",
+    everywhere="works. Weights and gradients are float32; no setting is needed.",
 )
 def test_autocast(column):
     def loss(model, number, rank):
@@ -219,13 +219,13 @@ def test_autocast(column):
     same_training(column, loss=loss, tolerance=2e-3)
 
 
-_OWN_SCALE = "works. Every rank has a scale of its own;"
+_OWN_SCALE = "works. Every rank has its own scale;"
 
 
 @practice(
     "AMP: `GradScaler`, with an overflow on one rank",
-    attach="works. With `nonfinite='propagate'` all ranks skip the step, all scales fall together, and "
-    "residuals are unchanged.",
+    attach="works. With `nonfinite='propagate'`, all ranks skip the step and lower their scales, "
+    "and residuals are unchanged.",
     updates=f"{_OWN_SCALE} a step that `scaler.step(optimizer)` skips also counts there, whether or not "
     "`Monitoring(scaler=...)` is given. "
     "(tests/distributed/test_updates.py::test_a_step_that_only_one_rank_skips_still_counts)",
@@ -285,7 +285,7 @@ def _update_space_takes_no_scaler():
 @practice(
     "AMP: `GradScaler` with a fused optimizer, which is called for a step that it is to skip",
     attach="works. As without `fused=True`.",
-    updates="works. A step that is skipped moves no weight, and counts. "
+    updates="works. A skipped step moves no weights, but counts. "
     "(tests/unit/test_stepping.py::test_what_a_scaler_skips_counts_once)",
     averaging="works. As without `fused=True`.",
 )
@@ -295,8 +295,8 @@ def test_fused_scaler(column):
 
 @practice(
     "`GradScaler` with a `nonfinite=` other than 'propagate'",
-    attach="refused. On an overflow 'raise' raises and names 'propagate'; under 'skip' there are no "
-    'gradients, and the scaler raises torch\'s "No inf checks were recorded".',
+    attach="refused. On an overflow, 'raise' raises an error that names 'propagate'; with 'skip', there "
+    'are no gradients, and the scaler raises torch\'s "No inf checks were recorded".',
 )
 def test_scaler_needs_propagate(column):
     for policy, error, words in (
@@ -319,7 +319,7 @@ def test_scaler_needs_propagate(column):
     "is rounded to the gradient's dtype, like any gradient.",
     updates="works. Shared weights of 16-bit parameters are kept in float32.",
     UpdateSpace="works. Updates of 16-bit parameters are exchanged in float32.",
-    averaging="works. They travel as one vector, in float64 if any of them is float64.",
+    averaging="works. They are sent as one vector, in float64 if any of them is float64.",
 )
 def test_dtypes(column):
     same_training(column, Odd, tolerance=1e-2)
@@ -340,7 +340,7 @@ def test_float16(column):
 
 @practice(
     "a total that float16 cannot hold",
-    attach="refused. Several steps' worth of an entry can be delivered at once: above 65504 all ranks "
+    attach="refused. An entry may be delivered for several steps at once; above 65504, all ranks "
     "refuse the step as if it held Inf. Prefer bfloat16.",
 )
 def test_float16_does_not_overflow(column):
@@ -379,9 +379,9 @@ def test_complex(column):
     UpdateSpace="untested. As with `attach`.",
     updates="untested. As with `averaging`. (tests/unit/test_averager.py"
     "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
-    averaging="untested. They would travel as one vector on the first one's device; this has not been "
-    "run. (tests/unit/test_averager.py"
-    "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
+    averaging="untested. They would be sent as one vector on the first parameter's device; this "
+    "has not been run. "
+    "(tests/unit/test_averager.py::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
 )
 def test_units_hold_one_device(column):
     # "meta" stands for a second device, although it cannot compute

@@ -53,8 +53,8 @@ _STEP = "works. A rank without batches stops training, but calls `step()` as oft
     "delivers its residual; averages are over all ranks; the remaining residual is kept and saved.",
     updates="works. A rank without batches calls `sync.step()` as often as the others' optimizers step; "
     "it needs two batches, unless the module is plain. `join()` is refused.",
-    UpdateSpace=f"{_STEP} without gradients its residual is delivered.",
-    averaging=f"{_STEP} its weights follow the average, and count in it.",
+    UpdateSpace=f"{_STEP} without gradients, its residual is delivered.",
+    averaging=f"{_STEP} its weights follow the average and count in it.",
 )
 def test_uneven_inputs(column):
     if column == "attach":
@@ -99,7 +99,7 @@ def _alone(model, step):
 
 
 def _join_delivers_what_is_left(options):
-    """Check the law over all steps, and that all ranks end with the weights of the last one to finish."""
+    """Check the law over all steps, and that all ranks end with the last finisher's weights."""
     with attached(network(), SPARSE, ddp=options) as (ddp, sync):
         optimizer, ranks = sgd(ddp.parameters()), dist.get_world_size()
         came = applied = added((0.0, weights(ddp.module)))
@@ -129,7 +129,7 @@ def _join_delivers_what_is_left(options):
 
 @practice(
     "uneven inputs at density 1",
-    attach="works. The weights in the end are those of plain DDP's `join()`.",
+    attach="works. The final weights equal those of plain DDP's `join()`.",
 )
 def test_join_at_density_1(column):
     def train(ddp):
@@ -143,7 +143,7 @@ def test_join_at_density_1(column):
 
 @practice(
     "NaN or Inf while a rank has no batches",
-    attach="works. All ranks raise; those without batches raise out of `join()`.",
+    attach="works. All ranks raise an error; ranks without batches raise it from `join()`.",
 )
 def test_join_and_overflow(column):
     with attached(network()) as (ddp, sync):
@@ -178,7 +178,8 @@ def test_join_refuses(column):
 @practice(
     "evaluation between steps (`eval()`, `no_grad()`)",
     attach="works. It does not touch gradients.",
-    updates="works. It evaluates this rank's weights; `with sync.shared():` the common ones.",
+    updates="works. It evaluates this rank's weights or, inside `with sync.shared():`, the shared "
+    "ones.",
     local="works. It does not touch gradients. It evaluates this rank's weights.",
 )
 def test_evaluation(column):
@@ -193,8 +194,8 @@ def test_evaluation(column):
 
 @practice(
     "an exception in one rank's forward pass, caught, after which training continues",
-    attach="works. The others wait for this rank. A rank that skips a step altogether is one short in "
-    "the end: the others' last exchange ends at its deadline, with an error.",
+    attach="works. The others wait for this rank. If a rank skips a step altogether, the others' "
+    "last exchange ends at its deadline, with an error.",
     local="works. As with `attach`.",
 )
 def test_failing_forward(column):
@@ -210,7 +211,7 @@ def test_failing_forward(column):
 
 
 def counted(training):
-    """Return the steps that sparsync has counted."""
+    """Return the number of steps that sparsync has counted."""
     handle = training.handle
     return handle.steps if hasattr(handle, "steps") else handle.reducer.step
 
@@ -220,7 +221,7 @@ def quiet(training, column):
 
 
 def assert_follows(column, iteration, gradient, optimizer=sgd, after=lambda training: None):
-    """Assert that an iteration steps once, by the mean over ranks of ``gradient(model, step, rank)``."""
+    """Assert that an iteration steps once, by the mean of ``gradient(model, step, rank)`` over ranks."""
     training, twin = Training(column, network(), 1.0, optimizer=optimizer), network()
     for step in range(STEPS):
         training.optimizer.zero_grad()
@@ -266,7 +267,8 @@ def test_dropped_gradients(column):
 
 @practice(
     "a pass that one rank does alone (`find_executable_batch_size`)",
-    attach="works. Within `no_sync()`; else it waits for the other ranks, as under plain DDP.",
+    attach="works. Use `no_sync()`; otherwise, the pass waits for the other ranks, as under plain "
+    "DDP.",
     local=_COUNTED,
 )
 def test_a_pass_of_one_rank(column, folder):
@@ -290,7 +292,7 @@ def test_a_pass_of_one_rank(column, folder):
 @practice(
     "accumulation without `no_sync()`, a micro-batch without a loss on one rank",
     attach="works. That rank's part of its exchange is zero.",
-    local="works. Gradients are local; the optimizer's step counts, whatever is in them.",
+    local="works. Gradients are local; the optimizer's step counts, whatever the gradients are.",
 )
 def test_a_micro_batch_without_a_loss(column):
     def loss(model, number, rank):
@@ -302,7 +304,8 @@ def test_a_micro_batch_without_a_loss(column):
 
 practice(
     "an iteration that some ranks leave out (`continue` without a batch, or where a loss is NaN)",
-    attach="refused. The others wait for its `backward()`, and raise at their deadline, as plain DDP's. "
+    attach="refused. The others wait for its `backward()`, and raise an error at their deadline, "
+    "as under plain DDP. "
     "(tests/distributed/test_faults.py::test_a_frozen_rank_is_named_at_the_deadline)",
     updates="refused. `finish()` and `save` name both counts of local steps. Call `sync.step()` instead. "
     "(tests/distributed/test_updates.py"
@@ -324,8 +327,8 @@ def test_sgd(column):
 
 @practice(
     "SGD with momentum and weight decay",
-    attach="works. Applied to averages. Below 0.1 % let `correction=` apply them before the exchange "
-    "(`docs/optimizers.md`); applying them twice is refused if `optimizer=` is given.",
+    attach="works. They apply to averages. Below 0.1 %, let `correction=` apply them before the "
+    "exchange (`docs/optimizers.md`); applying them twice is refused if `optimizer=` is given.",
     updates="works. Momentum is local to the rank.",
     averaging="works. Momentum is local, or averaged with `moments=`.",
 )
@@ -345,9 +348,10 @@ practice(
 
 @practice(
     "Adam and AdamW",
-    attach="works. Exact at density 1; below it `attach(optimizer=)` warns that the second moment is not "
-    "that of dense training.",
-    updates="works. `attach(model, optimizer)` chooses this; moments are local, no update is lost.",
+    attach="works. Exact at density 1; at lower densities, `attach(optimizer=)` warns that the "
+    "second moment differs from dense training's.",
+    updates="works. `attach(model, optimizer)` chooses this exchange; moments are local, and no "
+    "update is lost.",
     UpdateSpace="works. `UpdateSpaceAdamW`: moments are local.",
     averaging="works. Moments are local, averaged, or reset, according to `moments=`. "
     "(tests/unit/test_averager.py::test_moments_stay_or_travel_or_are_reset)",
@@ -364,7 +368,7 @@ def test_adamw(column):
     assert moved(net, start)
 
 
-_SCHEDULE = "works. Rates are this optimizer's own."
+_SCHEDULE = "works. Rates belong to the user's optimizer."
 
 
 @practice("learning-rate schedules", attach=_SCHEDULE, updates=_SCHEDULE, averaging=_SCHEDULE)
@@ -404,9 +408,9 @@ class Several:
 
 @practice(
     "several optimizers",
-    attach="works. `attach` needs none of them.",
-    updates="works. `attach(model, [one, other])`; steps are counted by the last one's.",
-    averaging="works. `step()` follows the last one's.",
+    attach="works. `attach` needs no optimizer.",
+    updates="works. `attach(model, [one, other])`; the last optimizer's steps count.",
+    averaging="works. Call `step()` after the last optimizer's step.",
 )
 def test_several_optimizers(column):
     same_training(column, optimizer=Several)
@@ -414,10 +418,11 @@ def test_several_optimizers(column):
 
 @practice(
     "an optimizer that is not the one that was attached: replaced later, or one of several",
-    attach="works. `attach` needs none of them.",
-    updates="refused. Its steps would never be exchanged; it is refused before its first one. After "
-    "replacing one (staged unfreezing), `finish()`, `close()` and attach again on all ranks.",
-    averaging="works. `step()` follows whichever it is called after.",
+    attach="works. `attach` needs no optimizer.",
+    updates="refused. Its steps would never be exchanged; it is refused before the first one. "
+    "After replacing an optimizer (staged unfreezing), call `finish()` and `close()`, and attach "
+    "again on all ranks.",
+    averaging="works. `step()` averages after any optimizer's step.",
 )
 def test_other_optimizers(column):
     net = network()
@@ -437,7 +442,7 @@ def test_other_optimizers(column):
     finally:
         training.close()
     optimizer.step()  # nothing is attached any more
-    # optimizers of other parameters, and wrappers of an attached optimizer, are not refused
+    # optimizers of other parameters and wrappers of an attached optimizer are not refused
     if column == "updates":
         one, other = network(), network()
         inner = sgd(one.parameters())
@@ -450,7 +455,7 @@ def test_other_optimizers(column):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer that steps another one, and exposes the other's parameters as its own."""
+    """An optimizer that steps another one and exposes its parameters."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
@@ -462,8 +467,9 @@ class Wrapper(torch.optim.Optimizer):
 
 @practice(
     "a second `attach` of the same parameters",
-    attach="refused. They would be exchanged twice. After `close()` they may be attached again.",
-    updates="refused. As with `attach`: the whole model, a part of it, or what contains it.",
+    attach="refused. They would be exchanged twice. After `close()`, they may be attached again.",
+    updates="refused. As with `attach`, for the whole model, a part of it, or a module that "
+    "contains it.",
 )
 def test_attached_twice(column):
     exchange = "gradients" if column == "attach" else "updates"
@@ -489,7 +495,8 @@ def _adamw(parameters):
 
 
 _LATER = (
-    "refused. Gradients would be used before their exchange; at `attach`, or the next forward pass."
+    "refused. Gradients would be used before their exchange. `attach`, or the next forward pass, "
+    "refuses this."
 )
 
 
@@ -497,7 +504,7 @@ _LATER = (
     "optimizers inside `backward()` (`_apply_optimizer_in_backward`)",
     attach=_LATER,
     updates=_LATER,
-    UpdateSpace="refused. As with `attach`, by `step()`.",
+    UpdateSpace="refused. As with `attach`; `step()` refuses this.",
 )
 def test_optimizer_in_backward(column):
     net = network()
@@ -540,9 +547,9 @@ practice("`PostLocalSGDOptimizer`", attach=_TWICE, updates=_TWICE)
 
 @practice(
     "sharpness-aware minimisation (SAM): two passes, and one step of the optimizer inside",
-    attach="works. With the first pass within `no_sync()`, as its authors do.",
-    updates="works. Give `attach` the wrapper or the optimizer inside. Exchanges begin on weights that "
-    "are not perturbed. (tests/distributed/test_updates.py::test_sam_steps_once_per_iteration)",
+    attach="works. Run the first pass within `no_sync()`, as SAM's authors do.",
+    updates="works. Give `attach` the wrapper or the optimizer inside it. Exchanges begin with "
+    "unperturbed weights. (tests/distributed/test_updates.py::test_sam_steps_once_per_iteration)",
     local="works. Both passes are local; call `step()` once per iteration.",
 )
 def test_sam(column):
@@ -576,7 +583,7 @@ def test_sam(column):
 
 
 class Outer(torch.optim.SGD):
-    """A subclass of SGD that calls SGD's ``step``, which has hooks of its own once an SGD was created."""
+    """A subclass of SGD that calls SGD's ``step``, which has its own hooks once an SGD exists."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -584,9 +591,9 @@ class Outer(torch.optim.SGD):
 
 @practice(
     "a subclass of an optimizer, whose `step` calls its base's",
-    attach="works. Steps are those of `backward()`.",
+    attach="works. Every `backward()` is a step.",
     updates="works. The outermost call counts, once.",
-    averaging="works. `step()` follows it.",
+    averaging="works. Call the averager's `step()` after it.",
 )
 def test_subclasses_of_optimizers(column):
     def iteration(training, step):
@@ -598,9 +605,10 @@ def test_subclasses_of_optimizers(column):
 
 @practice(
     "LBFGS",
-    attach="works. Let the closure return the loss averaged over ranks, which decides how often it is "
-    "called: the same is needed under plain DDP.",
-    updates="refused. It compares gradients at the places of its last steps, which averages move.",
+    attach="works. The closure must return the loss averaged over ranks, because the loss decides "
+    "how often it is called; plain DDP requires the same.",
+    updates="refused. It compares gradients at the points of its last steps, which averaging "
+    "moves.",
 )
 def test_lbfgs(column):
     net, start = network(), weights(network())
@@ -634,10 +642,9 @@ practice(
 )
 
 _EXIT = (
-    "works. The exchange under way is given up, its thread ends, then sockets close: exit codes stay as "
-    "they are, within 5 s. "
-    "(tests/distributed/test_exits.py::"
-    "test_a_process_ends_as_it_should_while_an_exchange_is_under_way)"
+    "works. Within 5 s, the exchange under way is abandoned, its thread ends, and sockets close; "
+    "exit codes do not change. "
+    "(tests/distributed/test_exits.py::test_a_process_ends_as_it_should_while_an_exchange_is_under_way)"
 )
 practice(
     "the end of the script, `sys.exit()` or an exception in the midst of training",
@@ -648,7 +655,7 @@ practice(
 
 @practice(
     "Adafactor, Adagrad, RMSprop, Rprop, Adadelta",
-    attach="works. Like Adam: exact at density 1, a warning below it.",
+    attach="works. Like Adam: exact at density 1, with a warning at lower densities.",
     updates="works. Like any local optimizer.",
     averaging="works. Like any local optimizer.",
 )

@@ -52,7 +52,8 @@ AveragedModel = torch.optim.swa_utils.AveragedModel
 
 @practice(
     "tied parameters",
-    everywhere="works. One parameter, one place in the residual; its gradient counts once.",
+    everywhere="works. They are one parameter with one place in the residual; its gradient counts "
+    "once.",
 )
 def test_tied(column):
     same_training(column, tied)
@@ -77,8 +78,8 @@ def test_frozen(column):
     "unused parameters, differing between ranks and steps",
     attach="works. With `find_unused_parameters=True`: a rank that does not use a parameter contributes "
     "a zero gradient, and its residual is still delivered, even if no rank uses the parameter.",
-    updates="works. With `find_unused_parameters=True`. Rounding may move what no rank trains, by less "
-    "than its neighbours move; `finish()` restores it.",
+    updates="works. With `find_unused_parameters=True`. Rounding may move parameters that no rank "
+    "trains, but less than it moves their neighbours; `finish()` restores them.",
     local="works. No setting is needed; a residual is still delivered.",
     averaging="works. No setting is needed.",
 )
@@ -98,13 +99,13 @@ def test_unused(column):
 
 @practice(
     "frozen after the start, all or some",
-    attach="works. All at once (as GANs do in turns), or some under `find_unused_parameters=True`. "
-    "Otherwise the next forward pass is refused: DDP would wait for the gradient.",
-    updates="works. As with `attach`, but the refusal is DDP's own, a step later. What waits in the "
-    "weights is still delivered.",
+    attach="works. All at once (as GANs do in turns), or some with `find_unused_parameters=True`. "
+    "Otherwise, the next forward pass is refused, because DDP would wait for the gradients.",
+    updates="works. As with `attach`, but DDP itself refuses, one step later. Undelivered changes "
+    "in the weights are still delivered.",
     local="works. The residual of a frozen parameter is still delivered.",
-    averaging="works. It still travels. (tests/unit/test_averager.py"
-    "::test_a_model_that_changes_is_refused_but_may_freeze)",
+    averaging="works. It is still averaged. "
+    "(tests/unit/test_averager.py::test_a_model_that_changes_is_refused_but_may_freeze)",
 )
 def test_frozen_later(column):
     if column == "attach":
@@ -188,7 +189,7 @@ def _ignoring(net, *names):
 
 @practice(
     "parameters that DDP ignores (`_set_params_and_buffers_to_ignore_for_model`), replaced later",
-    attach="works. They are known by name, as to DDP, and stay each rank's own.",
+    attach="works. They are identified by name, as by DDP, and stay local to each rank.",
     updates="works. As with `attach`.",
 )
 def test_ignored_by_name(column):
@@ -212,9 +213,9 @@ def test_ignored_by_name(column):
 
 @practice(
     "`torch.func.functional_call` of the wrapped model",
-    attach="works. What is made of the parameters (`p - lr * g`) hands gradients on to them, which are "
-    "exchanged; those of other tensors are this rank's own, as under plain DDP.",
-    updates="works. Gradients are local. Shared weights are those of the parameters.",
+    attach="works. Tensors computed from the parameters (`p - lr * g`) pass gradients on to them, "
+    "which are exchanged; gradients of other tensors are local, as under plain DDP.",
+    updates="works. Gradients are local. The shared weights are the parameters'.",
 )
 def test_functional_call(column):
     with attached(network(), column=column) as (ddp, _):
@@ -240,7 +241,7 @@ def test_functional_call(column):
 
 @practice(
     "BatchNorm's buffers",
-    attach="works. DDP broadcasts those of rank 0 before every forward pass.",
+    attach="works. DDP broadcasts rank 0's buffers before every forward pass.",
     updates="works. Averaged with the exchanges, while DDP's own broadcast is off; with "
     "`DDP(broadcast_buffers=False)` they stay local.",
     UpdateSpace="works. They stay local.",
@@ -270,7 +271,7 @@ def test_buffers(column):
 
 @practice(
     "buffers that hold Inf: masks of attention",
-    everywhere="works. They are constants, and stay as they are.",
+    everywhere="works. They are constants, and remain unchanged.",
 )
 def test_masks(column):
     def masked():
@@ -283,12 +284,12 @@ def test_masks(column):
 
 @practice(
     "buffers that no step changes: tables of positions, finite masks",
-    attach="works. They are not exchanged; DDP broadcasts those of rank 0, as it does without sparsync.",
-    updates="works. They are not exchanged, only a flag for each; one that begins to change, on any "
-    "rank, is averaged from that exchange on.",
+    attach="works. They are not exchanged; DDP broadcasts rank 0's buffers, as without sparsync.",
+    updates="works. They are not exchanged, except for a flag each; once a buffer changes on any "
+    "rank, it is averaged from that exchange on.",
     UpdateSpace="works. They stay local.",
-    averaging="works. They travel with the model, unless `persistent=False`; `OuterAverager` is like "
-    "`updates`.",
+    averaging="works. They are averaged with the model, unless `persistent=False`; "
+    "`OuterAverager` is like `updates`.",
 )
 def test_still_buffers(column):
     sent = []
@@ -317,22 +318,22 @@ def test_still_buffers(column):
 
 @practice(
     "weights that are loaded after the start",
-    attach="works. All ranks must load the same, as with plain DDP. The residual stays, like the "
-    "optimizer's moments: it is of the former weights. `sparsync.load` restores it with the weights, and "
-    "a handle that is closed and attached again begins without one.",
-    updates="works. Before the first step all ranks begin from them, if all have loaded the same; "
-    "else, or between steps, they are refused. (tests/distributed/test_updates.py"
-    "::test_a_checkpoint_that_is_loaded_after_attach_is_the_start_of_all)",
-    UpdateSpace="works. As with `attach`, but there is nothing to close: make a new optimizer.",
-    averaging="works. Before the first step, all ranks begin from what `load_state_dict` has loaded. "
-    "Between steps, schemes that keep former weights, such as WAGMA-SGD's stale models, refuse them; the "
-    "others continue from them.",
+    attach="works. All ranks must load the same weights, as with plain DDP. The residual, like "
+    "the optimizer's moments, remains from the former weights. `sparsync.load` restores it with "
+    "the weights, and closing and attaching again starts without a residual.",
+    updates="works. Before the first step, all ranks begin from them if all have loaded the same "
+    "weights; otherwise, or between steps, they are refused. "
+    "(tests/distributed/test_updates.py::test_a_checkpoint_that_is_loaded_after_attach_is_the_start_of_all)",
+    UpdateSpace="works. As with `attach`; instead of closing a handle, make a new optimizer.",
+    averaging="works. Before the first step, all ranks begin from the weights that "
+    "`load_state_dict` has loaded. Between steps, schemes that keep former weights, such as "
+    "WAGMA-SGD's stale models, refuse new ones; the other schemes continue from them.",
 )
 def test_weights_that_are_loaded_after_the_start(column):
     loaded = network(seed=5).state_dict()
 
     def end(net, density, steps):
-        """Load before the steps whose numbers are negative reach 0."""
+        """Run the steps with negative numbers, load a state, and train from step 0."""
         training = Training(column, net, density)
         kept = []
         try:
@@ -377,8 +378,8 @@ def _buffers_are_those_of_rank_0():
 
 @practice(
     "channels_last",
-    attach="works. Residuals are in the order of elements, not of memory, so a saved one fits either "
-    "layout.",
+    attach="works. Residuals are in the order of elements, not of memory, so a saved residual "
+    "fits either layout.",
     local="works. Strides do not change.",
 )
 def test_channels_last(column):
@@ -407,12 +408,12 @@ def test_copies(column):
 
 @practice(
     "EMA of the weights (`AveragedModel`)",
-    attach="works. Of `model.module`: equal on all ranks.",
-    updates="works. Equal on all ranks if updated inside `with sync.shared():`; otherwise each "
-    "rank has its own.",
+    attach="works. Average `model.module`; the EMA is equal on all ranks.",
+    updates="works. The EMA is equal on all ranks if updated inside `with sync.shared():`; "
+    "otherwise, each rank has its own.",
     UpdateSpace="works. Equal on all ranks.",
-    averaging="works. Equal on all ranks whenever the models are: after every step with period 1, or "
-    "after `finish()`.",
+    averaging="works. The EMA is equal on all ranks whenever the models are: after every step "
+    "with period 1, or after `finish()`.",
 )
 def test_ema(column):
     training = Training(column, network())
@@ -453,7 +454,7 @@ def test_static_graph(column):
 
 @practice(
     "`static_graph=True` with parameters that are never used",
-    attach="works. Decay and velocity of the correction reach them as well.",
+    attach="works. The correction's decay and velocity apply to them as well.",
 )
 def test_unused_ones_decay_in_a_static_graph(column):
     ends = []
@@ -481,7 +482,8 @@ def test_bucket_view(column):
 
 @practice(
     "`DDP(skip_all_reduce_unused_params=True)`",
-    attach="refused. DDP would hand over some buckets only, and perhaps never the last one. Omit it.",
+    attach="refused. DDP would hand over only some buckets, and perhaps never the last one. Omit "
+    "this setting.",
     updates="refused. As with `attach`; nothing is reduced in any case.",
 )
 def test_skipped_buckets(column):
@@ -494,9 +496,9 @@ def test_skipped_buckets(column):
 
 @practice(
     "DDP around DDP",
-    attach="works. If the outer one ignores the inner one's parameters, and both are attached; that both "
-    "exchange the same ones is refused.",
-    updates="refused. If both exchange the same ones.",
+    attach="works. The outer DDP must ignore the inner one's parameters, and both must be "
+    "attached. If both would exchange the same parameters, this is refused.",
+    updates="refused. If both would exchange the same parameters.",
 )
 def test_nested(column):
     with refused("the module of this DDP model", "wrap once"):
@@ -524,7 +526,7 @@ def _attach(model, column):
 
 practice(
     "a second communication hook",
-    attach="refused. DDP has room for one; its native mixed precision uses it as well. "
+    attach="refused. DDP accepts only one; its native mixed precision uses one as well. "
     "(tests/distributed/test_ddp.py::test_attach_refuses)",
 )
 
@@ -550,9 +552,9 @@ def test_compiled(column):
 
 @practice(
     "a container around a DDP model, or the module inside it",
-    attach="refused. DDP would go on exchanging all gradients. `attach` refuses a container; with "
-    "`replicate=`, the first forward pass inside DDP is refused.",
-    updates="refused. As with `attach`; the module inside at DDP's first forward pass.",
+    attach="refused. DDP would continue to exchange all gradients. `attach` refuses a container; "
+    "with `replicate=`, the first forward pass inside DDP is refused.",
+    updates="refused. As with `attach`; the module inside is refused at DDP's first forward pass.",
 )
 def test_around_ddp(column):
     exchange = "gradients" if column == "attach" else "updates"
@@ -581,8 +583,8 @@ def test_compiled_inside(column):
 
 @practice(
     "`torch._dynamo.config.optimize_ddp = 'python_reducer'`",
-    attach="refused. It hands over gradients one by one, and never says which is the last. Wrap the "
-    "model under the default.",
+    attach="refused. It hands over gradients one by one, and never signals the last one. Wrap the "
+    "model with the default setting.",
     updates="refused. As with `attach`; or give the plain module.",
 )
 def test_python_reducer(column):
@@ -615,7 +617,8 @@ def test_checkpointed(column):
 
 @practice(
     "activation checkpointing, reentrant",
-    attach="works. No difference where DDP itself allows it. Without DDP (`replicate=`) it is refused.",
+    attach="works. No difference if DDP itself allows it. Without DDP (`replicate=`), it is "
+    "refused.",
     local="works. No difference.",
 )
 def test_checkpointed_reentrant(column):

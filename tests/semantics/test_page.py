@@ -1,4 +1,4 @@
-"""The page agrees with the tests."""
+"""Check that the page agrees with the tests."""
 
 from pathlib import Path
 

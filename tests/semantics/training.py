@@ -1,7 +1,7 @@
-"""Train one model by every integration, and in one process with the batches of all ranks.
+"""Train one model by every integration, and in one process with all ranks' batches.
 
-With density 1 and period 1, all of these trainings give the same weights. With a lower density, no
-step loses anything: gradients and updates are either delivered or kept in the residual.
+With density 1 and period 1, all integrations give the same weights. With a lower density, no step
+loses anything: gradients and updates are either delivered or kept in the residual.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ def same(thing: Any) -> Any:
 
 
 class Training:
-    """A model ``net`` that one of the integrations trains; the loop calls ``called`` in its place.
+    """A model ``net`` that an integration trains; the loop calls ``called`` instead.
 
-    ``handle`` is the object that sparsync returned; if it is an averager, its step follows the
-    optimizer's.
+    ``handle`` is the object that sparsync returned; an averager steps after the optimizer.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Training:
         assert_close(now, then, self.tolerance, "the sum of weights")
 
     def finish(self) -> None:
-        """Give all ranks the same weights."""
+        """Make the weights of all ranks equal."""
         if hasattr(self.handle, "finish"):
             self.handle.finish()
 
@@ -145,7 +144,7 @@ class Training:
 def attached(
     net: nn.Module, density: float = 1.0, column: str = "attach", **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a training by ``attach``, as its DDP model and its handle; close it at the end."""
+    """Attach to a model in DDP; yield the DDP model and the handle, and close it at the end."""
     training = Training(column, net, density, **options)
     try:
         yield training.called, training.handle
@@ -230,7 +229,7 @@ class Case:
 
 
 def same_training(column: str, make: Callable[[], nn.Module] = network, **settings: Any) -> None:
-    """Assert that training by a column gives the weights of one process, and loses nothing."""
+    """Assert that an integration gives the same weights as one process, and loses nothing."""
     case, local = Case(make, **settings), column != "attach"
     ends = _train(case, column, 1.0)
     assert equal_on_all_ranks(ends), "replicas differ"

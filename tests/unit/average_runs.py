@@ -1,4 +1,4 @@
-"""Run an averager on virtual ranks whose models move by given updates."""
+"""Run an averager on virtual ranks, and move their models by given updates."""
 
 import io
 
@@ -15,7 +15,7 @@ def update(rank, step):
 
 
 def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at=None, watch=None):
-    """Return models `[steps + 1, P, n]`, after every step and at the end; all begin as ones.
+    """Return models `[steps + 1, P, n]`, after every step and at the end; all models start as ones.
 
     ``watch(rank, step, averager, local)`` is called after every step.
     """
@@ -31,7 +31,7 @@ def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at
             local = vector + update(comm.rank, step)
             before = local.clone()
             vector = await averager.average(comm, local, step)
-            # the published model must not have changed
+            # the published model must be unchanged
             torch.testing.assert_close(local, before, rtol=0, atol=0, equal_nan=True)
             if watch is not None:
                 watch(comm.rank, step, averager, local)
@@ -43,7 +43,7 @@ def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at
 
 
 def through_a_file(value):
-    """Save and load it like a user."""
+    """Save and load a value as a user would."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

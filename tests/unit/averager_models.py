@@ -1,4 +1,4 @@
-"""Small models, which threads average as ranks, and a scheme with memory."""
+"""Small models for threads that act as ranks, and a scheme with memory."""
 
 from typing import final
 
@@ -11,7 +11,7 @@ from sparsync.averaging.averager import Averager, mean
 
 @final
 class Smoothed(Averager):
-    """A scheme with memory: models move halfway to the mean of all models one step before."""
+    """A scheme with memory: models move halfway to the previous step's mean of all models."""
 
     async def begin(self, comm, vector, step):
         self.memory.setdefault("last", vector)
@@ -22,7 +22,7 @@ class Smoothed(Averager):
 
 
 def linear(seed=0, **options):
-    """Return a model with equal weights on all ranks, which are threads that share torch's generator."""
+    """Return a model with equal weights on all ranks, i.e. threads that share torch's generator."""
     model, generator = nn.Linear(2, 1, **options), torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         nn.init.normal_(parameter, generator=generator)
@@ -30,7 +30,7 @@ def linear(seed=0, **options):
 
 
 def add_(model, value):
-    """Take a local step whose outcome is easy to compute."""
+    """Take a local step whose result is easy to compute."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

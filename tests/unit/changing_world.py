@@ -1,9 +1,9 @@
-"""A world whose ranks die, join, leave and stall between any two messages, at moments drawn from a seed.
+"""A world whose ranks die, join, leave and stall between any two messages, at random moments.
 
 Messages between two members arrive in the order sent; some of the last messages of a dying member
-never arrive. A member that stalls, or whose links are cut, is away: the others give it up, and it
-gets no quorum until it is back. The next event (an arrival, a member's next move, a death, a birth,
-an absence) is drawn at random.
+never arrive. A member that stalls, or whose links are cut, is absent: the others give up on it, and
+it gets no quorum until it returns. The next event (an arrival, a member's next move, a death, a
+birth, an absence) is drawn at random.
 """
 
 import argparse
@@ -37,7 +37,7 @@ MOST = 30_000  # limit on events of a world; most take a few hundred
 
 
 class Withdrawn(Exception):
-    """A member has ended, and the others repeat its last step."""
+    """A member has ended, and the others repeat its last step without it."""
 
 
 class Waiting(Operation):
@@ -63,7 +63,7 @@ class Waiting(Operation):
 class Ends(Communicator):
     """A member's handle on its current group.
 
-    It carries whole tensors instead of bytes, and keeps no ledger, so worlds are cheap.
+    The handle carries whole tensors instead of bytes, and keeps no ledger, so worlds are cheap.
     """
 
     def __init__(self, world, member):
@@ -94,7 +94,7 @@ class Ends(Communicator):
             self.world.post(self.member, end, (self.job, None, GIVE_UP))
 
     def take(self, source, job, tag, payload):
-        """Record that something has arrived."""
+        """Record the arrival of a message."""
         if job is not None and job != self.job:
             if job not in self.past:
                 self.early.append((source, job, tag, payload))
@@ -150,7 +150,7 @@ class Ends(Communicator):
         return await self.allgatherv(tensor, (), phase, None)
 
     async def allgatherv(self, payload, capacities, phase, framing, *, ring=False):
-        """Send the same messages as other transports, but not packed."""
+        """Send the same messages as other transports, but unpacked."""
         ranks, me = self.world_size, self.rank
         blocks = [payload.clone()]
         for skip, count in [(1, 1)] * (ranks - 1) if ring else reversed(list(rounds(ranks))):
@@ -167,7 +167,7 @@ class Ends(Communicator):
 
 
 class Account(NamedTuple):
-    """One member's part in an attempt at a step, recorded in case the step is committed."""
+    """A member's part in an attempt at a step, recorded in case the step is committed."""
 
     accumulated: np.ndarray
     total: np.ndarray
@@ -188,7 +188,7 @@ class Account(NamedTuple):
 
 
 class Member:
-    """A rank: its reducer, its weights, and its life."""
+    """A rank, with its reducer and weights, from birth to death."""
 
     def __init__(self, world, number, weights):
         self.world, self.number, self.weights = world, number, weights
@@ -205,7 +205,7 @@ class Member:
         self.copied, self.log = None, []  # the step of the copied weights, and averages since
         self.swapped = 0.0  # change of the residual at the last roll, due to another past
         self.last = (-1, 0)  # the last step closed on this member, and the applied attempt
-        # the residual with which it must begin its next step
+        # the residual with which this member must begin its next step
         self.before = np.zeros(world.size, np.float32)
 
     def __str__(self):
@@ -214,7 +214,7 @@ class Member:
 
     @property
     def residual(self):
-        """A copy of the residual, between steps."""
+        """A copy of the residual between steps."""
         residual = self.reducer.residuals[0]
         if residual.empty:
             return np.zeros(self.world.size, np.float32)
@@ -222,7 +222,7 @@ class Member:
 
     @property
     def is_outside(self):
-        """Return whether the member was away and has not met the others since."""
+        """Whether the member was absent and has not met the others since."""
         return self.outside is not None
 
     @property
@@ -250,7 +250,7 @@ class Member:
                     raise Withdrawn from None
 
     def has_last_weights(self):
-        """Return whether this member has the last weights; if not, it may get them at any call."""
+        """Return whether this member has the last weights; otherwise, it may get them at any call."""
         last = self.world.weights.get(self.world.steps)
         if self.members.behind and last is not None and self.world.rng.random() < 0.4:
             self.weights = last
@@ -281,7 +281,7 @@ class Member:
             return verdict
 
     def adopt(self, was):
-        """Adopt the others' past, from this open step."""
+        """Adopt the others' history up to this open step."""
         world, (step, attempt) = self.world, self.last
         holds = self.attempt_of(step)
         self.swapped = 0.0
@@ -384,12 +384,12 @@ class Member:
 
 @cache
 def prepared(name):
-    """Return a preset that delivers sums; presets that measure the machine do so first."""
+    """Return a preset that delivers sums; if it measures the machine, it does so first."""
     return replace(run(resolve(name).on(SoloCommunicator())), average=False)
 
 
 def planned(size, ranks, *given, k, plan=auto.plan, known={}, **named):  # noqa: B006
-    """Return a plan of ``auto``; it is cached, because planning takes longer than a world."""
+    """Return a cached plan of ``auto``, because planning takes longer than a world."""
     key = size, ranks, k
     if key not in known:
         known[key] = plan(size, ranks, *given, k=k, **named)
@@ -402,9 +402,9 @@ class World:
     Args:
         change: probability of a death, and of a birth, at every message and move.
         absence: probability of an absence.
-        alone: probability of an absence that begins when a member has committed, perhaps before others
-            can.
-        leaving: probability, in every step, that a member wants to leave.
+        alone: probability of an absence that begins once a member has committed, perhaps before the
+            others.
+        leaving: probability, per step, that a member wants to leave.
         broken: probability of NaN in a gradient.
     """
 
@@ -444,8 +444,8 @@ class World:
         self.weights = {
             0: np.zeros(size, np.float32)
         }  # by step, of all members that are not behind
-        # by step and attempt: accounts, members that have committed, and the weights afterwards; by
-        # step: the valid attempt
+        # by step and attempt: accounts, committed members, and the resulting weights; by step: the
+        # valid attempt
         self.accounts, self.committers = {}, defaultdict(list)
         self.reached, self.attempts = {}, {}
         for _ in range(ranks):
@@ -463,7 +463,7 @@ class World:
     # ---- what happens ------------------------------------------------------------------------------
 
     def run(self):
-        """Run until all members are at the end; return the number of changes of the group."""
+        """Run until all members have finished; return the number of group changes."""
         with patch.object(auto, "plan", planned):
             for _ in range(MOST):
                 self.grant()
@@ -528,16 +528,16 @@ class World:
         self.born += 1
 
     def can_bear(self):
-        """Return whether fresh weights can no longer win (in the first step, a majority of them wins)."""
+        """Return whether fresh weights can no longer win (in the first step, the majority's win)."""
         all_ahead = all(one.reducer.step > 0 for one in self.members.values() if one.whole)
         return all_ahead and len(self.members) < 6
 
     def can_spare(self, member):
-        """Whether any other member has weights."""
+        """Return whether any other member has weights."""
         return any(other.knows for other in self.members.values() if other is not member)
 
     def kill(self, number, *, last_words=False):
-        """End a member; some of its last messages do not arrive, unless it ends by itself."""
+        """End a member; unless it ends by itself, some of its last messages do not arrive."""
         self.tasks.pop(number).program.close()
         del self.members[number]
         self.asked.pop(number, None)
@@ -579,7 +579,7 @@ class World:
     # ---- absences ----------------------------------------------------------------------------------
 
     def lose(self, number):
-        """Stall a member, or cut it off; no message arrives, and eventually all others give it up.
+        """Stall a member or cut it off; no message arrives, and eventually all others give up on it.
 
         Messages in flight are late, or some of them and all later ones in that group are lost.
         """
@@ -621,7 +621,7 @@ class World:
         return await operation
 
     def grant(self):
-        """Grant a quorum once all present members have asked; it is a new one if anything has changed."""
+        """Grant a quorum once all present members have asked; make a new one if anything has changed."""
         if self.over and all(
             one.is_outside or not one.members.attempt for one in self.members.values()
         ):
@@ -646,7 +646,7 @@ class World:
     # ---- invariants ----------------------------------------------------------------------------
 
     def prepared(self, member, accumulated):
-        """Record the account of a member's part in an attempt, in case it is committed."""
+        """Record a member's part in an attempt, in case the attempt is committed."""
         reduced, members = member.reducer.reduced[0], member.members
         gained = np.zeros(self.size, np.float32)
         for _, where, values in members._dealt:
@@ -663,7 +663,7 @@ class World:
         self.accounts.setdefault(key, {})[member.number] = account
 
     def committed(self, member, step, *, applied):
-        """Check that one group alone committed a step, with all members prepared and nothing lost."""
+        """Check that a single group committed a step, with all members prepared and nothing lost."""
         attempt = member.members._past[-1][1]
         if step not in self.attempts or member.members.attempt == len(self.groups) - 1:
             self.hold(step, attempt)
@@ -705,7 +705,7 @@ class World:
             self.weights[step + 1] = self.reached[step, attempt]
 
     def change_of(self, member, step, attempt):
-        """Return the change that an attempt makes to a member's residual, if the attempt is applied."""
+        """Return the change to a member's residual if an attempt is applied."""
         account = self.accounts.get((step, attempt), {}).get(member.number)
         return 0.0 if account is None else account.change
 
@@ -723,7 +723,7 @@ class World:
         """Return the required residual of a returning member whose open step was this one.
 
         If the others have applied the step, the residual depends on the member's part in it;
-        otherwise the member has ``kept`` all of its gradient.
+        otherwise, the member has ``kept`` all of its gradient.
         """
         account = self.accounts.get((step, member.attempt_of(step)), {}).get(member.number)
         if account is None:
@@ -732,7 +732,7 @@ class World:
 
 
 def near(found, expected, what):
-    """Compare exactly, because gradients are whole numbers, unless values are quantised."""
+    """Compare exactly unless values are quantised, because gradients are whole numbers."""
     assert (np.abs(found - expected) <= 2e-2 + 1e-5 * np.abs(expected)).all(), what
 
 
@@ -740,16 +740,16 @@ def near(found, expected, what):
 
 
 def world_of(seed, name):
-    """Return a world with more events than those in the tests.
+    """Return a world with more events than the worlds in the tests.
 
-    Four ranks and six steps find the most violations per second; with fewer, violations are far
-    rarer.
+    Four ranks and six steps find the most violations per second; with fewer ranks or steps,
+    violations are far rarer.
     """
     return World(seed, name, steps=6, change=0.006, absence=0.008, alone=0.05)
 
 
 def play(job):
-    """Run the worlds of a preset with some seeds; return their changes and the violations."""
+    """Run the worlds of a preset with some seeds; return the number of changes and the violations."""
     name, seeds = job
     changes, seen, violations = 0, Counter(), []
     for seed in seeds:
@@ -765,7 +765,7 @@ def play(job):
 
 
 def start():
-    """Set up a process that plays; it never collects the cycles that members and worlds form."""
+    """Set up a process for ``play``; it never collects the cycles that members and worlds form."""
     torch.set_num_threads(1)
     gc.freeze()
     gc.disable()

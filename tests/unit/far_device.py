@@ -1,10 +1,10 @@
 """A stand-in for a GPU: tensors that claim to be on ``cuda:0``, and refuse operands from the CPU.
 
-Without a GPU, these tensors reveal two errors that would occur on one: operands on different
-devices, and reading device memory from Python. ``memory`` counts the bytes that tensors hold on the
-device, ``waits`` the operations for which the host would wait until the device has caught up, and
-``passes`` the passes over its memory. All computation is on the CPU, and there are no streams. With
-``far_device(triton=True)``, the Triton kernels run in Triton's interpreter.
+Without a GPU, these tensors reveal two errors that would occur on a GPU: operands on different
+devices, and reads of device memory from Python. ``memory`` counts the bytes that tensors hold on
+the device, ``waits`` the operations for which the host would wait until the device has caught up,
+and ``passes`` the passes over device memory. All computation is on the CPU, and there are no
+streams. With ``far_device(triton=True)``, the Triton kernels run in Triton's interpreter.
 """
 
 import importlib
@@ -39,12 +39,12 @@ _READS = (
 )
 # operations that touch no memory
 _FREE = ("alias", "detach", "empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
-# modules whose kernels are launched, beginning with the one that defines how
+# modules whose kernels are launched, beginning with the module that defines the launch
 _LAUNCHING = ("sparsync.kernels.triton", "sparsync.kernels.triton_levels")
 
 
 class Memory:
-    """The bytes of device memory that tensors hold, and their maximum since ``reset``."""
+    """The bytes of device memory that tensors hold, and the maximum since ``reset``."""
 
     def __init__(self):
         self._holders, self._lock = Counter(), threading.RLock()  # tensors by storage
@@ -73,10 +73,10 @@ class Memory:
 
 
 memory = Memory()
-# the number of waits for the device, by operation, in tests on one thread
+# number of waits for the device, by operation; for tests on one thread
 waits = Counter()
-# the bytes of the largest tensor of each operation on device memory, summed by operation and by Triton
-# kernel; divided by the bytes of a vector, they are the passes over it
+# bytes of each operation's largest tensor in device memory, summed by operation and Triton kernel;
+# divided by a vector's bytes, these are the passes over the vector
 passes = Counter()
 launches = Counter()  # the number of launches, by Triton kernel
 
@@ -105,7 +105,7 @@ class _Far(Tensor):
     device, is_cuda, is_cpu, is_meta = FAR, True, False, False
 
     def to(self, *given, **named):
-        """Return the tensor itself where torch would on a device."""
+        """Return the tensor itself if torch would do so on a device."""
         alike = given and all(one in (FAR, self.dtype) for one in given) and not named
         return self if alike else super().to(*given, **named)
 
@@ -137,7 +137,7 @@ def far(tensor):
 
 @contextmanager
 def far_device(triton=False):
-    """Allow tensors to be made on the device and moved to it; kernels are PyTorch's, or Triton's."""
+    """Allow tensors to be made on the device and moved to it, with PyTorch's or Triton's kernels."""
 
     def tensor(*args, device=None, **kwargs):
         made = plain_tensor(*args, **kwargs)
@@ -194,7 +194,7 @@ def _compute(function, args, kwargs):
     asked = kwargs.get("device")
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    # C++ code that copies a tensor's device sees the device on which the tensor was made
+    # C++ code that reads a tensor's device sees the device on which the tensor was made
     moves = bool(there) if asked is None else torch.device(asked).type in (FAR.type, "meta")
     near_args, near_kwargs = _mapped((args, kwargs), _near)
     result = function(*near_args, **near_kwargs)
@@ -204,7 +204,7 @@ def _compute(function, args, kwargs):
         passes["copy from or to the host" if crossing else name] += max(sizes)
     if not moves:
         return result
-    # in place: the same tensor comes back
+    # in-place operations return the same tensor
     by_memory = {id(x.near): x for x in there} | {id(x): x for x in here}
     return _mapped(result, lambda x: by_memory[id(x)] if id(x) in by_memory else _Far(x))
 
@@ -213,7 +213,7 @@ def _near(x):
     return getattr(x, "near", x)
 
 
-# arguments and results contain no other types; torch.utils._pytree takes three times as long
+# arguments and results contain no other containers; torch.utils._pytree takes three times as long
 def _tensors(tree):
     """Yield the tensors of nested lists, tuples and dictionaries."""
     if isinstance(tree, Tensor):
@@ -224,7 +224,7 @@ def _tensors(tree):
 
 
 def _mapped(tree, change):
-    """Return nested lists, tuples and dictionaries with each tensor changed."""
+    """Apply a change to each tensor in nested lists, tuples and dictionaries."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -236,7 +236,7 @@ def _mapped(tree, change):
 
 
 def _waits_for(name, args, kwargs):
-    """Return the name of the wait that an operation on device tensors would cause, or ""."""
+    """Return the name of the wait that an operation on device tensors would cause, if any."""
     if name in _READS:
         return name
     mask = (torch.bool, torch.uint8)

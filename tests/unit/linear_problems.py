@@ -1,4 +1,4 @@
-"""Small linear problems, whole or divided over ranks, and their training on virtual ranks."""
+"""Small linear problems, whole or divided over ranks, and training on virtual ranks."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Awkward inputs of selectors."""
+"""Awkward inputs for selectors."""
 
 import math
 

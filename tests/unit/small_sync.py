@@ -1,4 +1,4 @@
-"""A handle like the one that ``attach`` returns, for a single rank and without a model."""
+"""A handle like ``attach``'s, for a single rank and without a model."""
 
 from sparsync import Correction
 from sparsync.feedback.reducer_state import parse_state, reducer_state, restore_reducer

@@ -23,7 +23,7 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def palette(dtype: torch.dtype, *, finite: bool = False) -> list[float]:
-    """Draw few distinct values, of every kind of float, so that vectors made of them have many ties."""
+    """Draw few distinct values of every kind of float, so that vectors of them have many ties."""
     tiny, big = smallest(dtype), torch.finfo(dtype).max
     values = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, tiny, -tiny, big, -big]
     return values if finite else [*values, float("inf"), float("-inf"), float("nan")]
@@ -52,7 +52,7 @@ def families(draw, max_parts: int = 5, max_size: int = 12):
 
 @st.composite
 def boundaries_of(draw, size: int, max_parts: int = 5) -> list[int]:
-    """Ascending cuts of ``[0, size]``, including empty regions."""
+    """Draw ascending cuts of ``[0, size]``, including empty regions."""
     inner = draw(st.lists(st.integers(0, size), max_size=max_parts - 1))
     return [0, *sorted(inner), size]
 

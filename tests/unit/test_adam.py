@@ -1,4 +1,4 @@
-"""Adam on local or sparse gradients is compared with torch's Adam, and must keep its own promises."""
+"""Compare Adam on local or sparse gradients with torch's Adam, and check its own claims."""
 
 from __future__ import annotations
 

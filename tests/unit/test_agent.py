@@ -1,4 +1,4 @@
-"""WAGMA's agent with messages delivered by hand, and the hosts that run agents on threads."""
+"""Test WAGMA's agent with messages delivered by hand, and the hosts that run agents on threads."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from sparsync.transports.zmq.host import ZmqHost
 
 
 class Hand(Host):
-    """Keeps an agent's messages until the test delivers them."""
+    """A host that keeps an agent's messages until the test delivers them."""
 
     now = 0.0
 
@@ -44,7 +44,7 @@ def make(world_size, group_size=None, grouping="wait-avoiding", **options):
 
 
 def deliver(agents, *, lost=lambda source, dest, kind: False):
-    """Deliver all messages, and those sent in reply; return the kinds of all messages."""
+    """Deliver all messages, including replies; return the kinds of all messages."""
     kinds = []
     while any(agent.host.sent for agent in agents):
         for source, agent in enumerate(agents):
@@ -112,7 +112,7 @@ def test_who_comes_back_is_given_the_last_model_that_all_had():
 
 
 def test_the_average_of_a_group_that_waits_is_no_model_of_all():
-    """If there was no global average since, a returning rank gets the initial model."""
+    """Without a global average in the meantime, a returning rank gets the initial model."""
     agents = make(4, 2, "synchronous", deadline=1.0)
     for rank, agent in enumerate(agents):
         arrive(agent, 0, rank)

@@ -166,7 +166,7 @@ def test_ranks_that_disagree_are_named_before_any_data_moves(fact, arguments):
 
 
 def counted(vectors, **arguments):
-    """Return the messages of a rank, without those that compare the call, and the totals' entries."""
+    """Return a rank's messages, without those that compare the call, and the totals' entries."""
 
     async def program(comm):
         counts, entries = [], []
@@ -187,19 +187,19 @@ def test_the_size_of_the_last_total_is_remembered_between_calls():
     def one(rank):
         return SparseVector(torch.tensor([rank, 900]), torch.ones(2), 100_000)
 
-    # recursive doubling, without a round to learn how many entries ranks have; it took 18 messages
-    # before
+    # recursive doubling, without a round to learn how many entries ranks have, which takes 18
+    # messages
     assert counted([one] * 3) == ([6, 6, 6], [65, 65, 65])
 
 
 def test_a_remembered_size_chooses_the_collective():
-    """Supports are equal; random supports of 2 % on 64 ranks would make the sum dense."""
+    """Use equal supports, because random supports of 2 % on 64 ranks would make the sum dense."""
     size, same = 100_000, torch.arange(2_000)
 
     def equal(_rank):
         return SparseVector(same, torch.ones(2_000), size)
 
-    # the first total travels dense, but is still remembered by its number of entries
+    # the first total is sent dense, but its number of entries is still remembered
     assert counted([equal] * 3) == ([63 + 6, 6, 6], [size, 2_000, 2_000])
 
 
@@ -213,7 +213,7 @@ def test_each_kind_of_call_has_a_memory_of_its_own():
 
 
 def test_ranks_that_remember_different_totals_choose_alike():
-    """When ranks start the next call, one in flight may have ended on some of them but not on others."""
+    """When ranks start the next call, a call in flight may have ended on only some of them."""
     same = torch.arange(2_000)
 
     async def program(comm):
@@ -390,7 +390,7 @@ def test_disagreement_shows_long_values_where_they_differ():
 
 
 def worst_of(outcomes, parts):
-    """Let all replicas of ``parts`` parts report their outcomes; return the result of each rank."""
+    """Report the outcomes of all replicas of ``parts`` parts; return the result of each rank."""
 
     async def program(comm):
         home, part = comm.rank // parts * parts, comm.rank % parts
@@ -440,7 +440,7 @@ def test_ranks_that_give_equal_codecs_agree():
 
 
 def test_attach_compares_the_options_too(monkeypatch):
-    """If caps were unequal, ranks would post receives of unequal lengths, and gloo would abort."""
+    """With unequal caps, ranks would post receives of unequal lengths, and gloo would abort."""
     told = []
 
     async def listen(comm, facts):

@@ -1,4 +1,4 @@
-"""Attach refuses or warns where it should; a closed model trains as if it had never been attached."""
+"""Test refusals and warnings of ``attach``, and that a closed handle leaves no trace in training."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_closed_model_trains_as_plain_ddp(alone):
 
 
 def hooks_of(model):
-    """Return all hooks of a module, its parts and its parameters."""
+    """Return all hooks of a module, its submodules and its parameters."""
     kinds = [its for part in model.modules() for name, its in vars(part).items() if "hook" in name]
     of_parameters = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()]
     return [its for its in (*kinds, *sum(of_parameters, ())) if its]
@@ -223,7 +223,7 @@ def test_copies_of_a_closed_model_are_as_if_nothing_had_been_attached(alone, wra
 
 
 def test_a_handle_that_goes_leaves_no_hook_on_the_optimizers_of_others(alone):
-    """The hook that refuses steps of other optimizers is called for all optimizers of the process."""
+    """The hook that refuses other optimizers' steps is called for all optimizers of the process."""
     before = len(_global_optimizer_pre_hooks)
     for close in (True, False):
         net = torch.nn.Linear(4, 1)
@@ -267,7 +267,7 @@ def test_two_backward_passes_within_a_forward_pass_are_two_steps(alone):
 
 
 class Gaps(torch.nn.Module):
-    """A layer whose weight uses every third element of its memory; DDP's gradients have no gaps."""
+    """A layer whose weight uses every third element of its memory, unlike DDP's gradients."""
 
     def __init__(self):
         super().__init__()
@@ -295,7 +295,7 @@ def test_a_weight_with_gaps_has_its_own_gradient_residual_and_decay(alone, optio
 
 
 class Whole(torch.nn.Module):
-    """One weight that is too large to be joined with others."""
+    """A module with one weight that is too large to be joined with others."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +321,7 @@ def test_strided_gradients_that_a_user_set_are_exchanged(alone):
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("wrap", [lambda net: net, DistributedDataParallel], ids=["plain", "ddp"])
 def test_a_refused_step_keeps_no_gradients(alone, wrap, policy):
-    """Kept gradients would take memory until the next step, besides new ones and DDP's buckets."""
+    """Gradients that were kept would take memory besides new gradients and DDP's buckets."""
     net = wrap(Whole())
     where = {} if wrap is DistributedDataParallel else {"replicate": dist.group.WORLD}
     with attach(net, density=0.5, transport="torch", nonfinite=policy, **where):

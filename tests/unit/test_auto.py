@@ -1,4 +1,4 @@
-"""The preset "auto" picks the fastest prediction, corrected by measurements, alike on all ranks."""
+"""Test that "auto" picks the fastest prediction, corrected by measurements, on all ranks alike."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def auto_of(**options):
 
 
 def train(links, steps, units=1, **options):
-    """Return for each rank its choice on every step, and whether the law held on each step."""
+    """Return, for each rank, its choice on every step and whether the law held."""
 
     async def program(comm):
         planned = [unit(name=f"w{i}") for i in range(units)]
@@ -67,7 +67,7 @@ def test_a_slow_network_makes_it_sparse_and_a_fast_one_dense(units):
 
 
 def test_what_was_measured_corrects_a_wrong_plan():
-    """On a machine declared fast, dense is planned, found slow, and abandoned after a few checks."""
+    """On a machine declared fast, dense is planned, found to be slow, and soon abandoned."""
     results = train(SLOW, 30, machine=machine_of(FAST, select=1e-8), check_period=3, patience=2)
     names = [step[0] for step in results[0][0]]
     assert names[1] == "dense" and names[7] != "dense" and "dense" not in names[20:]

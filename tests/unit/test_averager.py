@@ -1,4 +1,4 @@
-"""Test averagers on models: which tensors are sent, comparisons, refusals and saved states."""
+"""Test averagers on models: tensors sent, comparisons, refusals and saved states."""
 
 import copy
 import io
@@ -148,7 +148,7 @@ def nested(seed=0):
 
 @pytest.mark.parametrize("load", ["whole", "parts"])
 def test_weights_that_are_loaded_before_the_first_step_are_the_start_of_all(load):
-    """The start is also what a rank that is late lets others average, e.g. in WAGMA."""
+    """A late rank also lets others average these weights, e.g. in WAGMA."""
 
     def program(comm):
         model, other = nested(), nested(seed=5)
@@ -334,7 +334,7 @@ def test_the_context_finishes_unless_an_error_is_on_its_way():
 
 @pytest.mark.parametrize("load_first", [True, False])
 def test_a_resumed_run_continues_bit_for_bit(load_first):
-    """The scheme has memory, and is saved between two averages, when all models differ."""
+    """Use a scheme with memory, and save it between two averages, when all models differ."""
 
     def program(comm):
         def parts():
@@ -370,7 +370,7 @@ def test_a_resumed_run_continues_bit_for_bit(load_first):
 
 @pytest.mark.parametrize(("first", "then"), [(torch.inf, 1.0), (1.0, -torch.inf)])
 def test_a_state_of_a_run_in_which_a_buffer_was_finite_or_not_is_refused_by_its_name(first, then):
-    """The error names the buffer, not a size, although only one of the two ranks averages it."""
+    """The error names the buffer, although only one of the two ranks averages it."""
 
     def averager(value):
         model = linear()
@@ -413,8 +413,8 @@ def test_the_example_learns_and_ends_with_equal_replicas(launcher, ranks):
 
 # ---- numbers ---------------------------------------------------------------------------------------
 
-# These are, on 4 ranks, S, tau, the averages in 8 steps, and the models in each average, or None if
-# the order of arrival matters.
+# on 4 ranks: S, tau, the averages in 8 steps, and the models per average (None if the order of
+# arrival matters)
 NUMBERS = {
     "allreduce": (4, 1, 8, 4),
     "local": (1, 8, 1, 4),

@@ -54,8 +54,7 @@ def dense(*values):
         ([(ONE, ZERO, dense(*ONE), dense(1 + EPS, 0.0, 0.0))], 2, 0, (0, 1), 1.0),
         ([(ONE, ZERO, dense(*ONE), dense(1 + 2 * EPS, 0.0, 0.0))], 2, 1, (1, 2), 1.0),
         ([(ONE, ZERO, dense(*ONE), dense(float("nan"), 0.0, 0.0))], 2, 1, (1e300, 1e309), 1.0),
-        # mass that is lost, mass that appears where nothing was accumulated, and mass that is not a
-        # number
+        # mass that is lost, that appears where nothing was accumulated, or that is not a number
         ([([1.0, 5.0, 0.0], ZERO, sparse(*ONE), sparse(*ONE))], 1, 0, (1e6, 1e300), 1.0),
         ([(ONE, [0.0, 0.0, 1e-40], sparse(*ONE), sparse(*ONE))], 1, 0, (1, 1e300), 1.0),
         ([(ONE, [0.0, float("nan"), 0.0], sparse(*ONE), sparse(*ONE))], 1, 0, (1e300, 1e309), 1.0),
@@ -154,7 +153,7 @@ def test_one_rank_sends_nothing_and_is_correct():
 def test_every_preset_is_correct_on_every_input(kind):
     for row in bench(BenchSettings(tuple(PRESETS), 5, (2000,), (0.02,), 2, 0, kind)):
         assert row.correct, row
-        # an entry is missing where quantisation makes a value zero, or where two values cancel
+        # an entry is missing if quantisation makes a value zero, or if two values cancel
         assert row.entries_min >= (0.5 if row.collective == "sparcml" else 1), row
 
 

@@ -1,4 +1,4 @@
-"""Inputs and simulations of ``sparsync bench``: the kinds of gradients, and the networks."""
+"""Test inputs and simulated networks of ``sparsync bench``."""
 
 import pytest
 import torch

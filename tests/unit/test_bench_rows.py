@@ -1,4 +1,4 @@
-"""Test medians, ratios and bounds in the rows of ``sparsync bench``, and how long a row takes."""
+"""Test medians, ratios and bounds in rows of ``sparsync bench``, and the duration of a row."""
 
 import json
 
@@ -28,7 +28,7 @@ def outcome(seconds, exchange=None, sent=100, received=100, verdict=FINE, **more
 
 
 def row_of(name, seconds, exchange, nbytes, rate=RATE, size=10_000):
-    """Return a row with a warm-up step, three whole steps, three exchanges alone, and a closing step."""
+    """Return a row with a warm-up step, three whole steps, three exchanges alone and a final step."""
     warm = [outcome(9.0, sent=nbytes)]
     whole = [outcome(seconds * x, sent=nbytes, kernel=nbytes + 7) for x in (1, 2, 3)]
     alone = [outcome(99.0, exchange * x, sent=nbytes) for x in (1, 2, 3)]

@@ -1,4 +1,4 @@
-"""Every script of ``benchmarks/`` answers ``--help``, and does nothing else when asked for help."""
+"""Check that every script in ``benchmarks/`` answers ``--help`` and does nothing else."""
 
 import importlib
 import os
@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-# a single process asks all scripts, because most of the time goes into importing torch
+# one process asks all scripts, because importing torch takes most of the time
 ASK = """
 import contextlib, io, os, runpy, sys
 

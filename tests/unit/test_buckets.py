@@ -1,4 +1,4 @@
-"""Gradients in buckets reach the units, and averages reach the buckets, however parameters are joined."""
+"""Test that gradients in buckets reach the units, and averages the buckets, with any joined runs."""
 
 from __future__ import annotations
 

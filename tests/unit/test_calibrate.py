@@ -1,4 +1,4 @@
-"""Calibration and its fits, in the simulator and on lines whose results are known."""
+"""Test calibration in the simulator, and its fits on lines with known results."""
 
 import random
 import re
@@ -54,7 +54,7 @@ def test_of_many_ranks_some_links_stand_for_all():
 
 
 def off_by(monkeypatch, seconds):
-    """Let every rank's clock be off by ``seconds(rank)``."""
+    """Shift every rank's clock by ``seconds(rank)``."""
     true = SimCommunicator.now.fget
     now = property(lambda comm: true(comm) + seconds(comm.rank))
     monkeypatch.setattr(SimCommunicator, "now", now)

@@ -1,4 +1,4 @@
-"""Checkpoints resume exactly; files are complete or absent; damaged and hostile ones are refused."""
+"""Test exact resumption, that files are complete or absent, and that bad files are refused."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ from .small_sync import Sync, residual
 
 
 async def one_by_one(reducer, step):
-    """Do a step like DDP with small buckets: parameters arrive one by one, last first."""
+    """Run a step as DDP with small buckets does: parameters arrive one by one, last first."""
     whole = gradients(reducer, step)
     for unit, (planned, flat) in enumerate(zip(reducer.units, whole, strict=True)):
         weights = torch.ones(planned.size)
@@ -175,7 +175,7 @@ def test_checkpoints_that_are_kept_elsewhere_are_not_touched(tmp_path):
 
 
 class Payload:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when unpickled."""
 
     def __init__(self, command):
         self.command = command
@@ -323,7 +323,7 @@ def test_what_is_shared_and_does_not_fit_changes_nothing(tmp_path):
 
 def test_an_error_of_the_last_part_takes_all_back(tmp_path):
     class Late(Sync):
-        """A handle that refuses a state after the reducer has loaded it, as an optimizer may do."""
+        """A handle that refuses a state after the reducer has loaded it, as an optimizer may."""
 
         def load_state_dict(self, state):
             super().load_state_dict(state)

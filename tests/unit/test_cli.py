@@ -1,4 +1,4 @@
-"""Before anything starts, the command line has help, and one clear line of error for bad input."""
+"""Test the command line before anything starts: help, and one-line errors for bad input."""
 
 import re
 
@@ -320,7 +320,7 @@ def test_the_learning_rate_falls_in_steps_or_to_zero():
 
 
 def test_milestones_are_those_of_torch():
-    """MultiStepLR, stepped after every step."""
+    """Compare with MultiStepLR, stepped after every step."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7], gamma=0.5)
     theirs = []

@@ -1,4 +1,4 @@
-"""Try hostile values for every option of every command; the commands themselves list their options.
+"""Try hostile values for every option of every command, as listed by the commands.
 
 A call must end with code 0 or 2 within its limits of memory and time, without a traceback; code 1
 is allowed if a valid input needs more memory. With code 2, the call must have printed one line and
@@ -244,7 +244,7 @@ def call(line):
 
 
 def fuzz(count, seed, folder):
-    """Return the calls that ended wrongly, and the number of calls by exit code."""
+    """Return the calls that ended wrongly, and the number of calls for each exit code."""
     rng, paths = random.Random(seed), files(folder)
     known, wrong, codes = commands(), [], {}
     with contextlib.suppress(ImportError):
@@ -301,7 +301,7 @@ ENDS = 120  # seconds of a call with ranks
 
 
 def started(line):
-    """Make an accepted call with its ranks, in a separate process; return its fault."""
+    """Repeat an accepted call with its ranks, in a separate process; return its fault."""
     with subprocess.Popen(
         [sys.executable, "-m", "sparsync", *line],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

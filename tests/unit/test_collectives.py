@@ -1,4 +1,4 @@
-"""Compare collectives with examples by hand and dense loops, e.g. in which rank keeps dropped sums."""
+"""Compare collectives with worked examples and dense loops, e.g. which rank keeps dropped sums."""
 
 import functools
 from collections import defaultdict
@@ -35,7 +35,7 @@ SIZE, LAYERS, COUNT = 40, (24, 0, 16), 8
 
 
 def one_signed(rank: int) -> SparseVector:
-    """Return multiples of 1/8 of one sign, at four places per layer, whose means and sums are exact."""
+    """Return multiples of 1/8 with one sign at four places per layer; means and sums are exact."""
     generator = torch.Generator().manual_seed(rank)
     low, high = (torch.randperm(n, generator=generator)[:4].sort().values for n in (24, 16))
     values = torch.randint(1, 40, (COUNT,), generator=generator) / 8
@@ -132,7 +132,7 @@ def noise(rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> torch
 
 
 def fold(tensors) -> torch.Tensor:
-    """The left fold in rank order."""
+    """Return the left fold in rank order."""
     total = torch.zeros_like(tensors[0])
     for tensor in tensors:
         total = total + tensor
@@ -153,7 +153,7 @@ def test_ranks_of_different_sizes_are_refused():
 
 
 def reduced(inputs: list[SparseVector], k: int, collective: GTopk | None = None, step: int = 0):
-    """One call on as many virtual ranks as there are inputs."""
+    """Run one call on as many virtual ranks as there are inputs."""
 
     async def program(comm):
         return await (collective or GTopk()).reduce(comm, inputs[comm.rank], k, step)
@@ -191,7 +191,7 @@ def test_what_is_dropped_on_the_way_stays_with_the_rank_on_the_way():
 
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_halving_works_for_the_bytes_that_arrive(world_size):
-    """The work is that of received bytes: only rank 0 has entries, so few ranks send as much."""
+    """Work follows received bytes: only rank 0 has entries, so few ranks send as much."""
 
     async def program(comm):
         mine = SparseVector.from_dense(noise(0) if comm.rank == 0 else torch.zeros(len(noise(0))))
@@ -242,7 +242,7 @@ def test_the_total_is_that_of_the_tree_and_the_sum_of_what_was_delivered(drawn):
         result.delivered.check()
     summed = sum(result.delivered.to_dense() for result in results)
     assert torch.equal(summed, results[0].total.to_dense())
-    # no other entries are lost: the inputs equal the total plus the entries that the ranks keep
+    # nothing is lost: the inputs equal the total plus the entries that the ranks keep
     entered = sum(vector.top(k).to_dense() for vector in inputs)
     kept = sum(
         v.top(k).to_dense() - r.delivered.to_dense() for v, r in zip(inputs, results, strict=True)
@@ -415,7 +415,7 @@ def test_refusals_say_what_to_do(name, arguments, dtype, words):
 
 
 class Noisy(Codec):
-    """A codec that shifts every value by up to two eighths, seeded by message source and step."""
+    """A codec that shifts every value by up to two eighths, seeded by the message's source and step."""
 
     format = 250
 
@@ -489,7 +489,7 @@ def test_vectors_that_stay_in_messages_are_what_these_say(bits, broken):
 
 
 def test_layers_that_never_change_are_not_sent():
-    """Once a buffer changes on one rank, that exchange and all later ones deliver it."""
+    """Once a buffer changes on any rank, that exchange and all later ones deliver it."""
     table = [3, 400, 2]
 
     async def program(comm):
@@ -515,6 +515,6 @@ def test_layers_that_never_change_are_not_sent():
         assert {m for _, _, m in ranks} == {[(0,), (0,), (0, 1), (0, 1), (0, 1, 2)][step]}
         assert total[:3].tolist() == [10.0] * 3 and float(total[10]) == (7.0 if step == 2 else 0.0)
         assert bool(total[404].isnan()) == (step == 4)
-        # the flags and the layers that change; sending all layers takes 2 n (P - 1) / P elements of
-        # 4 bytes per rank
+        # only flags, or the layers that change; all layers would take 2 n (P - 1) / P elements of 4
+        # bytes per rank
         assert (sent < 100) == (step < 2) and sent < 2600

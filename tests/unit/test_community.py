@@ -1,4 +1,4 @@
-"""The forge's files fit their schemas, name one address, and their shell steps run."""
+"""Test that GitHub's files fit their schemas, name one address, and have shell steps that run."""
 
 import os
 import re
@@ -129,7 +129,7 @@ def test_ci_covers_the_interpreters_that_wheels_are_built_for():
 
 
 def run(folder, script, **environment):
-    """Run a script as the forge does, with the environment of the sandbox first on the path."""
+    """Run a script as GitHub does, with the sandbox's environment first on the path."""
     path = os.pathsep.join([str(folder / ".venv/bin"), f"{sys.prefix}/bin", os.environ["PATH"]])
     files = {"GITHUB_OUTPUT": folder / "output", "GITHUB_STEP_SUMMARY": folder / "summary"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GIT_", "GITHUB_"))}
@@ -254,8 +254,8 @@ def test_the_site_is_deployed_by_version(checkout):
     mkdocs = checkout / ".venv" / "bin" / "mkdocs"  # a borrowed one would not see mike
     mkdocs.write_text('#!/bin/sh\nexec python -m mkdocs "$@"\n')
     mkdocs.chmod(0o755)
-    # there is a single page, because `make docs` builds all pages with warnings as errors, which
-    # takes long
+    # a single page, because building all pages takes long, and `make docs` already does so with
+    # warnings as errors
     (checkout / "mkdocs.yml").write_text("site_name: small\ndocs_dir: small\nplugins: [mike]\n")
     (checkout / "small").mkdir()
     (checkout / "small" / "index.md").write_text("# A page of the site\n")

@@ -1,4 +1,4 @@
-"""Updates are weighted by the amounts of data that their ranks have seen."""
+"""Test that updates are weighted by the amounts of data that ranks have seen."""
 
 import copy
 
@@ -17,8 +17,7 @@ from sparsync.updates.fragments import Weights
 from sparsync.updates.outer_engine import OuterEngine
 
 SIZE, RANKS = 96, 4
-# samples of each rank in every step: first one rank has none, later all ranks have none or a single
-# rank has some
+# samples of each rank in every step; in some steps, one rank, all ranks or all but one have none
 SEEN = ([3, 1, 2, 2], [0, 5, 1, 7], [0, 0, 0, 0], [0, 0, 9, 0], [100, 1, 1, 1], [2, 2, 2, 2])
 
 
@@ -29,7 +28,7 @@ def moves(rank, step):
 
 
 async def begun(comm, parameters=None, weighs=None, **settings):
-    """Return weights, and an outer step such as ``attach`` would have begun."""
+    """Return weights, and an outer step as ``attach`` would have begun it."""
     given, vector = OuterStep(**settings), torch.zeros(SIZE)
     layout, weights = given.plan(vector, parameters or {"model": vector}), Weights(vector)
     reducer = Reducer(comm, layout.units, await given.chosen.on(comm), given.density)
@@ -45,7 +44,7 @@ def residual_of(outer):
 
 
 async def one_step(outer, weights, rank, step, seen):
-    """Move, count and exchange."""
+    """Move a rank, count its samples, and exchange."""
     weights.write(slice(0, SIZE), -moves(rank, step), add=True)
     if seen is not None:
         outer.contributions.add(None, seen, None)
@@ -134,7 +133,7 @@ def test_steps_of_which_nobody_has_seen_anything_count_nothing():
 
 
 def test_equal_numbers_are_as_none():
-    """Equal numbers give the same bits as no numbers, which cost a message in the first exchange only."""
+    """Equal numbers give the same bits as none, which only cost a message in the first exchange."""
     ends = []
     for seen in (None, 7):
 
@@ -206,7 +205,7 @@ def test_a_refused_exchange_takes_back_what_its_steps_have_seen():
         for step in range(4):
             bad = torch.full((SIZE,), torch.inf if (comm.rank, step) == (2, 1) else 0.0)
             weights.write(slice(0, SIZE), bad, add=True)
-            # were the first two steps counted, rank 0 would weigh more
+            # if the first two steps counted, rank 0 would have a larger weight
             await one_step(
                 outer, weights, comm.rank, step, 100 if step < 2 and not comm.rank else 1
             )

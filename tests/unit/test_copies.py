@@ -1,4 +1,4 @@
-"""Copies of a rank's state arrive unchanged, in pieces, and are abandoned if nothing arrives."""
+"""Test that copies of a rank's state arrive unchanged, in pieces, or are abandoned."""
 
 import threading
 
@@ -58,7 +58,7 @@ def test_a_copy_of_an_earlier_step_does_not_do(server):
 
 
 def test_copies_may_be_offered_while_the_thread_looks_through_them(server):
-    """The thread goes on iterating over the existing copies while another one is offered."""
+    """The thread continues to iterate over existing copies while another one is offered."""
     server.offer(1, b"first")
     present = iter(server._copies)
     server.offer(2, b"second")

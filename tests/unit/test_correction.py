@@ -1,4 +1,4 @@
-"""Momentum correction, masking, decay, local clipping and warm-up match dense references."""
+"""Compare momentum correction, masking, decay, local clipping and warm-up with dense references."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_below_density_1_it_is_algorithm_4(nesterov):
             velocity = 0.9 * velocity + g
             residual = residual + velocity
         mask = torch.ones(SIZE)
-        # two units share the k entries according to where the largest of the last step were, so
-        # they get the same counts
+        # two units share k according to where the last step's largest entries were, so they get
+        # equal counts
         moved = (mine[step] - (mine[step - 1] if step else torch.linspace(-1, 1, SIZE))) != 0
         assert int(moved.sum()) == sum(entries)
         for start, stop in ((0, 20), (20, 60)):
@@ -159,7 +159,7 @@ def test_clipping_equals_torchs_on_one_rank():
 
 @pytest.mark.parametrize("ranks", [4, 16, 64])
 def test_independent_gradients_are_clipped_to_the_global_norm(ranks):
-    """N independent local gradients have an average whose norm is ``clip``, the limit of clipping."""
+    """The average of N clipped independent gradients has the norm ``clip``."""
     generator = torch.Generator().manual_seed(0)
     local = torch.randn(ranks, 100_000, generator=generator)
     clip = float(local.mean(0).norm())

@@ -1,4 +1,4 @@
-"""Damage every field of a saved state in every way; its rank refuses it, or others find a difference."""
+"""Damage every field of a saved state in every way: its rank refuses it, or others notice."""
 
 import copy
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def is_switch(value: Any) -> bool:
 
 
 def changed(value: Any, path: tuple[Any, ...], other: Any = None, *, remove: bool = False) -> Any:
-    """Return a copy that has another value at one place, and shares everything else."""
+    """Return a copy with another value at one place, which shares everything else."""
     if not path:
         return other
     key, *rest = path
@@ -136,7 +136,7 @@ def of_gradients():
 
 
 def test_a_state_of_an_older_torch_fits():
-    """Values that are missing keep what they were, as when torch's own optimizers load the state."""
+    """Missing fields keep their values, as when torch's own optimizers load the state."""
     with of_updates({}) as sync:
         saved, (group,) = sync.state_dict(), sync.outer.optimizers[0].param_groups
         group["foreach"] = False
@@ -237,7 +237,7 @@ def stepped(make):
 
 
 def copies_of_gradients():
-    """Return the copy that a joining rank fetches, as an object that saves and loads the copy."""
+    """Return an object that saves and loads a joining rank's copy."""
     pytest.importorskip("zmq")
     from sparsync.elastic.catch_up import load_copy, make_copy
 
@@ -313,7 +313,7 @@ def damaged_envelopes(state: Any) -> Iterator[tuple[Any, str]]:
     for other, place in STATE_KINDS.items():
         if other != kind:
             said = f"the saved state['kind'] is '{other}', expected '{kind}'; load it into {place}, and"
-            # the error names the other kind, whatever the version and content of the envelope
+            # the error names the other kind, whatever the envelope's version and content
             yield {"kind": other, "version": 99, "content": {"a": 1}}, said
     for other in (STATE_VERSION + 1, 0, -1, float(STATE_VERSION), str(STATE_VERSION), True, None):
         said = (

@@ -1,4 +1,4 @@
-"""Test the default density for SGD on each model, the loss compared with dense, and the notices."""
+"""Test SGD's default density, its loss compared with dense, and the notices."""
 
 import math
 from dataclasses import replace

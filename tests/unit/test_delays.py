@@ -1,4 +1,4 @@
-"""All ranks agree which of them injected delays hold up, and invalid text is refused in one line."""
+"""Test that ranks agree on which of them are delayed, and that bad text is refused in one line."""
 
 import math
 from statistics import median

@@ -1,4 +1,4 @@
-"""``attach(ddp, adamw, "auto")`` compares the seconds per step of both exchanges, and chooses one."""
+"""Test how ``attach(ddp, adamw, "auto")`` predicts and chooses the faster exchange."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_the_lab_measured_such_steps(beta, dense, updates):
 
 
 def test_only_the_exchange_is_rarer_with_a_longer_period():
-    """8 whole passes per step over 8.4 M elements at 0.16 ns per byte take 5.4 ms each."""
+    """A step's passes over 8.4 M elements at 0.16 ns per byte take 5.4 ms each."""
     often, rare = (seconds(Machine(), period)[1] for period in (1, 10**9))
     assert rare == pytest.approx(8 * 4 * SIZE * 0.16e-9)
     assert seconds(Machine(), 4)[1] - rare == pytest.approx((often - rare) / 4)

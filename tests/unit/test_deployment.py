@@ -1,4 +1,4 @@
-"""The files for launchers fit the published schemas, and run programs that exist."""
+"""Test that the files for launchers fit the published schemas and start existing programs."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ def containers():
 def test_the_train_job_fits_the_schema_of_kubeflow():
     models = pytest.importorskip("kubeflow_trainer_api.models")
     (job,) = of_kind("TrainJob")
-    # fields that the schema does not know are left out
+    # the round trip drops fields that the schema does not know
     assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
 
 

@@ -54,7 +54,7 @@ def examination(*checks):
 
 @pytest.fixture
 def examine(command, monkeypatch):
-    """Run the command as if its ranks had these findings."""
+    """Run the command as if its ranks had reported these findings."""
 
     def run(found, *arguments):
         monkeypatch.setattr(network_choice, "launch", lambda *_, **__: found)
@@ -194,7 +194,7 @@ TCP = {
 
 
 def far(alpha, beta, *changes, controls=("bbr",) * 4):
-    """Run the judgement of two or more ranks in separate network stacks with changed TCP settings."""
+    """Judge two or more ranks in separate network stacks with changed TCP settings."""
     changes = changes or ({}, {})
     machine = Machine(alpha=alpha, beta=beta)
     pairs = [(s, d) for s in range(len(changes)) for d in range(len(changes)) if s != d]
@@ -208,7 +208,7 @@ def far(alpha, beta, *changes, controls=("bbr",) * 4):
 
 
 def test_buffers_that_far_links_fill_are_named_with_the_command():
-    # 1 Gbit/s times 24 ms keeps 3 MB in flight, and half of 6 MiB allows 3 MiB
+    # 1 Gbit/s x 24 ms keeps 3 MB in flight, and half of 6 MiB allows 3 MiB
     (narrow,) = [check for check in far(12e-3, 8e-9) if "in flight" in check.what]
     assert narrow == Check(
         "note",
@@ -315,8 +315,8 @@ def ranks_with(memory, device=None, count=2):
         (17 * GB, 24 * GB, "adamw", "note", "20.3 GB on the device and 8 GB on the host"),
         (15 * GB, 24 * GB, "adamw", "bad", "fits alone"),
         (900 * GB, 19 * GB, "adamw", "bad", "20 GB on the device and 0 B on the host"),
-        # training takes 12 GB; the rest is the residual of 4 GB, and 12 bytes for every hundredth
-        # entry
+        # training takes 12 GB, the residual 4 GB, and the selected hundredth of the entries 12
+        # bytes each
         (33 * GB, None, "sgd", "ok", "16.1 GB; a rank has 16.5 GB left"),
         (32 * GB, None, "sgd", "bad", "fits alone, but with attach takes 16.1 GB"),
         (None, None, "adamw", "note", "28.3 GB; how much is free here is unknown"),

@@ -15,7 +15,7 @@ SECONDS = 10.0  # far more than any of these takes: a hang fails instead of hang
 
 
 class Manual(Operation):
-    """An operation that ends when a test says so, and counts how often it was waited for."""
+    """An operation that a test ends, and that counts the waits for it."""
 
     def __init__(self):
         self.waits = 0
@@ -31,7 +31,7 @@ class Failing(Operation):
 
 
 async def handles(operation):
-    """Continues after its operation has failed."""
+    """Continue after the operation has failed."""
     try:
         await operation
     except (PeerError, ConfigurationError) as error:
@@ -139,7 +139,7 @@ def test_together_returns_in_the_order_given():
 
 @pytest.mark.filterwarnings("error")
 def test_what_together_did_not_start_is_closed():
-    """Otherwise Python, when it collects the coroutine, would warn that it was never awaited."""
+    """Otherwise, Python would warn on collection that the coroutine was never awaited."""
 
     async def failing():
         raise PeerError("gone")
@@ -322,7 +322,7 @@ def test_an_engine_without_work_that_is_dropped_aborts_nothing():
 
 
 def test_an_engine_that_a_job_drops_last_is_not_busy_there():
-    """So the resources of the job can be closed on the same thread."""
+    """The job's resources can therefore be closed on the same thread."""
     engine, seen = Engine("test"), []
     assert engine.busy
 

@@ -1,4 +1,4 @@
-"""Elastic training refuses bad arguments in one line, before anything is connected."""
+"""Test that elastic training refuses bad arguments in one line, before it connects."""
 
 import json
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ def test_only_a_manager_with_the_right_group_will_do(net):
 
 
 def test_a_torchft_that_passes_no_addresses_on_is_refused_at_the_import():
-    """Releases of torchft up to 0.2.0 are like this, and every quorum would fail with them."""
+    """With releases of torchft up to 0.2.0, every quorum would fail."""
     old = "import torchft.manager as m; del m.Manager._reconfigure_pg; import sparsync.elastic"
     process = run_python(old)
     assert process.returncode == 1
@@ -162,7 +162,7 @@ def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net,
 
 
 def test_a_rank_does_not_catch_up_in_the_exchange_in_which_it_joins(net, manager):
-    """The exchange runs outside the loop's steps, so schedulers taken over there would be a step late."""
+    """That exchange runs outside the loop's steps, so its schedulers would be a step late."""
     optimizer = torch.optim.AdamW(net.parameters(), 0.1)
     with attached(net, manager, optimizer) as sync:
         attendance = sync.attendance

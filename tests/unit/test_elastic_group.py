@@ -1,4 +1,4 @@
-"""Test the members of quorums: their handles, members that are left out, keys, and gloo."""
+"""Test the members of quorums: handles, excluded members, keys, and gloo."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ EIGHT = torch.arange(8, dtype=torch.uint8)
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    """Return a folder with the keys of four ranks, and a folder that also has those of a fifth."""
+    """Return a folder with the keys of four ranks, and one that also has a fifth rank's keys."""
     listed, more = (tmp_path_factory.mktemp(name) for name in ("listed", "more"))
     make_curve_keys(listed, 4)
     make_curve_keys(more, 5)
@@ -130,7 +130,7 @@ KINDS = {
     ],
 )
 def test_who_does_not_fit_ends_and_the_others_go_on(make, keys, capsys, mine, theirs, words):
-    """The incompatible rank is the one that has not met any other yet."""
+    """The incompatible rank is the one that has not met any other rank yet."""
     group, other = make(**KINDS[mine](keys)), make(**KINDS[theirs](keys))
     group.reconfigure(told(other, group))
     with pytest.raises(ConfigurationError, match=f"^1 of 2 members .*{words}"):
@@ -165,7 +165,7 @@ def test_members_with_keys_exchange_and_copy(make, keys):
 
 
 def test_a_key_that_is_not_listed_does_not_get_in_whatever_its_handle_says(make, keys, capsys):
-    """The stranger claims to fit and to have met the members, and knows what the lighthouse knows."""
+    """The stranger claims to fit and to have met the members, and has the lighthouse's knowledge."""
     members = [make(curve_keys=keys[0] / f"rank-{r}.key_secret") for r in range(2)]
     stranger = make(curve_keys=keys[1] / "rank-4.key_secret")
     stranger._card["transport"] = members[0]._card["transport"]
@@ -233,7 +233,7 @@ def test_over_gloo_every_group_fulfils_the_contract_and_nothing_piles_up(make):
 
 @pytest.mark.gloo
 def test_over_gloo_who_gives_up_lets_nobody_wait(make):
-    """No rank waits for one that gave up, or for live ranks, even after another gives up as well."""
+    """No rank waits for a rank that gave up, or for live ranks, even after another gives up as well."""
     members = [make(transport="torch") for _ in range(3)]
     failed = threading.Barrier(3, timeout=10)
 
@@ -259,7 +259,7 @@ def test_over_gloo_who_gives_up_lets_nobody_wait(make):
 
 @pytest.mark.gloo
 def test_over_gloo_every_wait_ends(make):
-    """This covers a message that is never sent, a missing rank, and a lost store."""
+    """Cover a message that is never sent, a missing rank, and a lost store."""
     one, two = make(transport="torch"), make(transport="torch")
 
     def silent(comm):

@@ -1,7 +1,7 @@
 """Run every algorithm, scheme, codec, selector and engine on tensors of a device, from one table.
 
-Messages are in the host's memory. The rows are those of the registries, so that a new row is tested
-without being named here, and the variants that the contracts use.
+Messages are in the host's memory. The rows come from the registries, so that a new row is tested
+without being named here; the contracts' variants are included.
 """
 
 from functools import partial
@@ -81,7 +81,7 @@ def selections(make, device):
 
 
 def weights_after_training(optimizer, exchange, device):
-    """Train a plain module with an exchange of ``attach``, because DDP itself would need a driver."""
+    """Train a plain module with ``attach``, because DDP itself would need a driver."""
     torch.manual_seed(0)
     net = nn.Linear(SIZE, 3)
     if device == FAR:

@@ -1,4 +1,4 @@
-"""The schemas of saved states: values that they refuse, and values that ranks compare."""
+"""Test the schemas of saved states: values that are refused, and values that ranks compare."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Tests of the native forwarder between sockets instead of network devices, which need privileges."""
+"""Test the native forwarder between sockets, because network devices need privileges."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ def forwarding(ups, downs):
 
 
 def frame(dest, payload=b"", segment=0):
-    """Return an Ethernet frame with an IPv4 header, as a device with IFF_VNET_HDR would give it."""
+    """Return an Ethernet frame with an IPv4 header, as read from a device with IFF_VNET_HDR."""
     address = (NETWORK + 1 + dest).to_bytes(4, "big")
     offload = bytes([0, bool(segment), 0, 0, *segment.to_bytes(2, "little"), 0, 0, 0, 0])
     return offload + bytes(12) + b"\x08\x00" + b"\x45" + bytes(15) + address + payload
@@ -109,7 +109,7 @@ def test_losses_are_the_same_in_every_run():
 
 
 def self_paced(end):
-    """Return everything that has arrived after a moment."""
+    """Wait a moment; return everything that has arrived."""
     end.settimeout(0.01)
     found = [packet[-1] for packet in received(end)]
     end.settimeout(0.5)
@@ -117,7 +117,7 @@ def self_paced(end):
 
 
 def test_of_several_segments_single_ones_are_lost():
-    """The other segments arrive as if sent alone: with the right numbers, lengths and checksums."""
+    """The other segments arrive as if sent alone, with correct numbers, lengths and checksums."""
     lossy = (1e9, 0.0, 0.0, 0.3, 1.0)
     payload = bytes(range(250))  # 25 segments
     header = b"\0\1\0\2" + (1_000).to_bytes(4, "big") + bytes(4) + b"\x50\x19" + bytes(6)

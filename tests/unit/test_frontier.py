@@ -1,4 +1,4 @@
-"""Test which runs the table of bytes against loss makes and does not repeat, and its report."""
+"""Test which runs the frontier's table makes, that none is repeated, and the report."""
 
 import doctest
 import importlib
@@ -68,7 +68,7 @@ def command(monkeypatch, out, *options):
 
 def test_a_method_is_tuned_knob_by_knob_and_nothing_is_run_twice(runs, monkeypatch, tmp_path):
     rows = command(monkeypatch, tmp_path / "frontier.md", "--seeds", "1,2")
-    # 2 rates, and for the other method also 2 + 2 further values of its settings and a second seed
+    # 2 rates and a second seed; for the other method, also 2 + 2 further values of its settings
     assert len(rows) == len(runs) == (2 + 1) + (2 + 4 + 1)
     assert rows[-1]["knobs"] == {"outer_lr": 1.0, "momentum": 0.3}
     assert (rows[-1]["lr"], rows[-1]["seed"]) == (8e-3, 2)

@@ -1,4 +1,4 @@
-"""The benchmarks' gate compares ratios of medians with the noise between runs of the same commit."""
+"""Test that the gate compares ratios of medians with the noise between runs of one commit."""
 
 import importlib.util
 import sys

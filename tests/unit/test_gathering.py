@@ -1,4 +1,4 @@
-"""Reports of benchmark ranks arrive if their class is listed; anything else is refused."""
+"""Test that reports of listed classes arrive from benchmark ranks, and others are refused."""
 
 import io
 import os

@@ -28,7 +28,7 @@ steps = st.integers(0, 200)
 
 
 class Star(Graph):
-    """Rank 0 sends to all, and all send to rank 0, so columns sum to 1, but rows do not."""
+    """A star: rank 0 sends to all, and all send to rank 0, so columns sum to 1, but rows do not."""
 
     def neighbours(self, rank, world_size, step):
         return list(range(1, world_size)) if rank == 0 else [0]
@@ -209,7 +209,7 @@ def test_arguments_that_cannot_work(make, message):
 
 @st.composite
 def group_steps(draw, most=130):
-    """World size, group size, step."""
+    """Draw world size, group size and step."""
     world_size = draw(st.integers(1, most))
     return world_size, draw(st.integers(1, world_size)), draw(st.integers(0, 100_000))
 
@@ -224,7 +224,7 @@ def test_everyone_is_in_one_group_of_about_the_size_asked_for(case):
     assert max(sizes) - min(sizes) <= 1
     if world_size % group_size == 0:
         assert sizes == {group_size}
-    # one group more or fewer would be no closer to P / S
+    # one group more or less would be no closer to P / S
     assert abs(len(groups) - world_size / group_size) <= 0.5
     assert min(sizes) > 1 or group_size == 1, "a rank is idle"
 

@@ -1,4 +1,4 @@
-"""Tests that need a GPU, marked ``gpu``, and a rehearsal of `make gpu` without one."""
+"""Run the tests that need a GPU (marked ``gpu``), and rehearse `make gpu` without one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Test the noise of the gradients that Adam sees on one of several ranks, and how steps are corrected."""
+"""Test measurements of the noise in one rank's gradients, and the correction of Adam's steps."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def runs(request, monkeypatch):
 
 
 def trained(kind=torch.optim.AdamW, **options):
-    """Return a parameter and its optimizer after some steps, and the weights before the last step."""
+    """Take some steps; return the parameter, its optimizer, and the weights before the last step."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(3, 5, dtype=torch.float64))
     optimizer = kind([parameter], **{**GROUP, **options})
@@ -90,7 +90,7 @@ def test_other_moments_are_left_alone():
 
 
 def measured(gradients, exchanges, ranks=4):
-    """Return each rank's shares after exchanges of samples; ``gradients(rank, at)`` are by name."""
+    """Return each rank's shares after exchanges of samples; ``gradients(rank, at)`` maps names."""
 
     async def program(comm):
         names = gradients(0, 0)
@@ -116,7 +116,7 @@ def test_the_share_is_what_averaging_leaves_of_the_squares():
         return {
             "noise": noise,
             "signal": signal,
-            # a part that all ranks share is not noise, even if its sign changes at every step
+            # a part that all ranks share is not noise, even if its sign changes on every step
             "turns": torch.full((30,), (-1.0) ** at),
             "both": noise + signal,
             "none": torch.zeros(3),
@@ -159,7 +159,7 @@ def test_measurements_go_on_from_a_saved_state():
 
 @pytest.mark.parametrize(("apart", "noise"), [(0.0, 1.0), (0.0, 30.0), (1.0, 1.0), (3.0, 10.0)])
 def test_agreement_tells_data_that_differ_from_noise(apart, noise):
-    """Gradients consist of a common part of unit size, lasting differences, and noise."""
+    """Gradients consist of a common part of unit size, persistent differences, and noise."""
     own = torch.randn(4, 40, 50, generator=torch.Generator().manual_seed(1))
     own -= own.mean(0)
     own /= own.square().mean().sqrt()

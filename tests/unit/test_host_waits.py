@@ -1,4 +1,4 @@
-"""The host waits for a device as often as ``docs/kernels.md`` states, measured on a stand-in."""
+"""Compare the host's waits for a device, counted on a stand-in, with ``docs/kernels.md``."""
 
 import re
 from collections import Counter
@@ -45,7 +45,7 @@ def of_gradients(name):
 
 
 def of_updates(monkeypatch):
-    """Return the waits per rank and step of AdamW's default, in all parts of a step."""
+    """Return the waits per rank and step with AdamW's default, in all parts of a step."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from virtual_updates import ONE_BIT, train_updates
 

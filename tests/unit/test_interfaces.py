@@ -1,4 +1,4 @@
-"""Interfaces named by ``GLOO_SOCKET_IFNAME``, and hosts whose own name maps to 127.0.1.1."""
+"""Test interfaces named by ``GLOO_SOCKET_IFNAME``, and hosts whose name maps to 127.0.1.1."""
 
 import dataclasses
 import json
@@ -189,7 +189,7 @@ def place(network, *own, near=False, far="", beyond=""):
     ("first", "second", "words"),
     [
         (place("a", "fd00::1"), place("b", "10.0.0.2"), "gloo connects addresses of one family"),
-        # even on one network, gloo has one family
+        # even on one network, gloo uses one address family
         (place("a", "fd00::1"), place("a", "10.0.0.2"), "gloo connects addresses of one family"),
         (
             place("a", "10.0.0.1", "10.1.0.1"),

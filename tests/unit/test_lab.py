@@ -218,7 +218,7 @@ def test_other_systems_are_refused(monkeypatch):
 
 @pytest.fixture
 def nobody(monkeypatch, tmp_path):
-    """Act as a process without privileges; record the commands that would have replaced the process."""
+    """Act as a process without privileges; record the commands that would have replaced it."""
     executed, unshare = [], tmp_path / "unshare"
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sys, "orig_argv", ["python", "-W", "error", "train.py", "--lab", "1gbit"])

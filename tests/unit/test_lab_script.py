@@ -1,4 +1,4 @@
-"""Test what surrounds the ranks of ``sparsync lab``: environment, checks, prefixes, tables, pictures."""
+"""Test ``sparsync lab`` around its ranks: environment, checks, prefixes, tables and pictures."""
 
 import io
 import os
@@ -26,8 +26,7 @@ def test_a_rank_is_told_what_torchrun_tells():
     assert (here.rank, here.world_size, here.local_rank) == (2, 3, 2)
     assert (here.host, here.launcher) == ("10.77.0.1", "torchrun")
     assert told["MASTER_PORT"] == "29500" and told["LOCAL_WORLD_SIZE"] == "3"
-    # the names that Lightning's TorchElasticEnvironment reads, and the names of torchrun's own
-    # options
+    # variables that Lightning's TorchElasticEnvironment reads, and those of torchrun's own options
     assert told["TORCHELASTIC_RUN_ID"] == "sparsync-lab"
     assert told["PET_NNODES"] == "3" and told["PET_LOCAL_ADDR"] == "10.77.0.3"
     assert "PET_NODE_RANK" not in told  # c10d assigns it

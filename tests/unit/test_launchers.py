@@ -1,4 +1,4 @@
-"""Test that environment variables identify launchers, and that the example for Slurm works."""
+"""Test that environment variables identify launchers, and that the Slurm example works."""
 
 import os
 import re
@@ -60,7 +60,7 @@ SLURM = {
         ),
         ({**SLURM, "PMIX_RANK": "2"}, Placement(2, 8, 1, "node003", "mpi")),
         ({**SLURM, "MASTER_ADDR": "b"}, Placement(3, 8, 1, "b", "slurm")),
-        # one launcher inside another: the inner one counts
+        # one launcher inside another: the inner one takes precedence
         ({**SLURM, **MPICH}, Placement(2, 4, 0, "node003", "mpi")),
         ({**SLURM, **MPICH, **TORCHRUN}, Placement(1, 3, 1, "a", "torchrun")),
         # the batch script itself, and what srun starts in it
@@ -171,7 +171,7 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 
 
 def free_job() -> str:
-    """A job whose port is free."""
+    """Return the number of a job whose port is free."""
     for job in range(os.getpid() % 5000, 10_000):
         with socket.socket() as probe:
             try:
@@ -187,7 +187,7 @@ def test_the_directives_of_the_batch_script():
     given = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", text, re.M))
     assert set(given) >= {"nodes", "ntasks-per-node", "cpus-per-task", "time"}
     assert int(given["nodes"]) * int(given["ntasks-per-node"]) > 1
-    # Slurm reads directives up to the first command only
+    # Slurm reads directives only up to the first command
     first_command = text.index("\nset -")
     assert text.rindex("#SBATCH") < first_command
     assert text.startswith("#!/bin/bash\n")
@@ -223,7 +223,7 @@ def test_the_batch_script_trains_under_srun(tmp_path):
 
 
 def test_leaving_ends_the_threads_of_gloo(tmp_path):
-    """The threads end even if a reference cycle holds the group; left to the exit, it may abort."""
+    """The threads end even if a reference cycle holds the group; otherwise, the exit might abort."""
     program = tmp_path / "leave.py"
     program.write_text(
         "import gc, pathlib, torch, torch.distributed as dist\n"

@@ -1,4 +1,4 @@
-"""The ledger's records, and the parts of messages."""
+"""Test the ledger's records, and the parts of messages."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Test how blocks of Lloyd-Max levels are decoded, and how large their rounding errors are."""
+"""Test the decoding and the rounding errors of blocks of Lloyd-Max levels."""
 
 import math
 from fractions import Fraction
@@ -169,7 +169,7 @@ def test_a_difference_of_messages_is_added_after_what_is_added_first(bits, dtype
     expected = made[start:].float() - one[start:]
     result = into.clone()
     difference_to(result, message, less, start, -3.0, add=True, plus=plus)
-    # also a bfloat16 is widened before it is divided
+    # bfloat16, too, is widened before it is divided
     assert (result - ((into + plus) - expected / 3)).abs().max() < 1e-6
     difference_to(result, message, less, start, 1.0, add=False)
     assert (result - expected).abs().max() < 1e-6

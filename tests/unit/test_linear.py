@@ -1,4 +1,4 @@
-"""The linear solvers match derivatives, dense steps, a single rank and the optimum."""
+"""Compare linear solvers with derivatives, dense steps, a single rank and the optimum."""
 
 from itertools import pairwise
 from unittest.mock import patch
@@ -61,7 +61,7 @@ def test_the_gradient_is_autograds():
     smallest_scale=st.sampled_from([1e-3, 0.5]),
 )
 def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
-    """Zeros of a gradient are not stored, but their weights must still decay and shrink."""
+    """Zeros in a gradient are not stored, but their weights must still decay and shrink."""
     dense, intercept = np.zeros(4), 0.0
     lazy = LazyWeights(4, np.dtype(np.float64), l1=l1, l2=l2)
     for numbers, lr in steps:
@@ -341,7 +341,7 @@ def test_scd_sends_what_it_changes():
     sent = simulate(program, 2).results
     message = Packed("fp32").nbytes
     dimensions = DATA[0].shape[1] + 1
-    # rank 1 owns the intercept, too
+    # rank 1 also owns the intercept
     expected = [message(entries, dimensions, torch.float32) for entries in (4, 5)]
     assert [s["allgather"] for s in sent] == expected
     assert all(s["derivatives"] == 2 * 8 * 5 for s in sent)

@@ -1,4 +1,4 @@
-"""Reports of ``sparsync linear`` on virtual ranks."""
+"""Test the reports of ``sparsync linear`` on virtual ranks."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from tests.unit.linear_problems import make_data
 
 @pytest.fixture
 def file(tmp_path):
-    """A data set of 200 rows and 40 columns in svmlight form."""
+    """Write a data set of 200 rows and 40 columns in svmlight format."""
     features, labels = make_data(200)
     path = tmp_path / "data.svm"
     dump_svmlight_file(csr_matrix(features), labels, str(path))
@@ -85,14 +85,14 @@ def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
 
 @pytest.mark.slow
 def test_sgd_reaches_scds_accuracy_of_trigrams_at_its_defaults():
-    """Both train for equal epochs; about 96 % of 5,000 held-out rows are right (std. error 0.28 %)."""
+    """After equally many epochs, about 96 % of 5,000 held-out rows are right (std. error 0.28 %)."""
     sgd, scd = (
         linear.train_linear(LinearSettings(transport="sim", solver=solver, exchanges=(exchange,)))[
             0
         ]
         for solver, exchange in (("sgd", "split-allgather"), ("scd", "allgather"))
     )
-    # their number depends on the version of Python
+    # the number of rows depends on the version of Python
     assert sgd.rows == scd.rows > 20_000 and scd.accuracy[-1] > 0.955
     assert sgd.accuracy[-1] > scd.accuracy[-1] - 0.003
 

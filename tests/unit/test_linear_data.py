@@ -1,4 +1,4 @@
-"""For the linear solvers, exactly one rank reads each line, and source files become trigrams."""
+"""Test that exactly one rank reads each line, and that source files become trigrams."""
 
 import bz2
 import gzip
@@ -240,7 +240,7 @@ def dense(path, **arguments):
 
 @pytest.fixture
 def parsed(monkeypatch):
-    """The numbers of the blocks that were parsed."""
+    """Record the numbers of the blocks that are parsed."""
     numbers, parse = [], _Blocks._parse
 
     def counted(blocks, number):

@@ -1,4 +1,4 @@
-"""Groups that change at any time, by deaths, joins or leaves, lose no step and count none twice."""
+"""Test that groups that change at any time lose no step and count none twice."""
 
 import math
 from collections import Counter
@@ -59,17 +59,17 @@ def test_residuals_are_dealt_by_those_that_leave(size):
         ([FRESH._replace(history=5), FRESH, FRESH], 0, {1, 2}, set(), {0}),
         ([FRESH._replace(history=5), FRESH], 0, {0}, set(), {1}),
         ([FRESH, FRESH._replace(step=9, history=3)], 9, {1}, set(), {0}),
-        # one rank has committed the step for which another is prepared; a third was prepared in an
-        # earlier group
+        # one rank has committed the step for which another is prepared; a third rank was prepared
+        # for it in an earlier group
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {0, 1}, {0}, set()),
         ([Entry(4, 2, 2, 0, 0, 1), Entry(5, 3, 0, 0, 0, 1)], 5, {1}, set(), {0}),
-        # the rank that has committed is behind: its history counts, but its weights do not
+        # the rank that has committed is behind, so its history counts but its weights do not
         ([Entry(4, 2, 3, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 5, {0}, {0}, set()),
         ([Entry(4, 2, 0, 0, 0, 1), Entry(5, 3, 0, 1, 0, 1)], 4, {0}, set(), {1}),
         # one rank has applied a step that the others repeated in a later group
         ([Entry(5, 3, 0, 0, 0, 1, 0, 6), Entry(5, 4, 0, 0, 0, 1, 0, 7)], 5, {1}, set(), {0}),
         ([Entry(5, 3, 0, 0, 0, 1, 0, 6), Entry(4, 2, 0, 0, 0, 1, 0, 7)], 4, {1}, set(), {0}),
-        # one rank has trained on alone, so its history is longer than any of equal ranks
+        # one rank has trained on alone, so its history is longer than that of any equal ranks
         ([Entry(6, 3, 0, 0, 0, 1, 0, 6), Entry(4, 2, 0, 0, 0, 1, 0, 7)], 6, {0}, set(), {1}),
     ],
 )

@@ -1,4 +1,4 @@
-"""C++ writes, sums and joins the messages of regions like codecs and vectors do, bit for bit."""
+"""Compare C++ that writes, sums and joins messages with codecs and vectors, bit for bit."""
 
 from itertools import pairwise
 

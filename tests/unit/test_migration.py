@@ -1,4 +1,4 @@
-"""The examples of docs/migration.md run on two ranks: every "after", and the "before" of PyTorch."""
+"""Run docs/migration.md's examples on two ranks: every "after", and PyTorch's "before"."""
 
 import ast
 import re
@@ -12,13 +12,13 @@ import sparsync
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 
-# match a marker in bold, at most one sentence, then a block of code
+# a bold marker, at most one sentence, then a code block
 JOBS = re.compile(
     r"^(## .+?)$|^\*\*((?:Before|After)[^*]*)\*\*[^\n]*\n\n```python\n(.*?)^```$", re.M | re.S
 )
 BEGINNING = re.search(r'^```python title="job.py, the beginning"\n(.*?)^```$', PAGE, re.M | re.S)[1]
 
-# this runs an example, and prints whether it learns and all ranks end with the same weights
+# runs an example, and prints whether it learns and whether ranks end with the same weights
 CHECKED = """
 def check(name, code):
     namespace = dict(globals())

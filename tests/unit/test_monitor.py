@@ -43,7 +43,7 @@ def one_unit(comm, sink, algorithm=None):
 
 
 def logged(steps: int = 4, ranks: int = RANKS, algorithm=None, check=None, **options):
-    """Run some steps; return what rank 0 logged, by step."""
+    """Run some steps; return rank 0's logged values by step."""
 
     async def program(comm):
         seen = {}
@@ -157,7 +157,7 @@ class Writer:
 
 
 def three_steps(log):
-    """Let a job of three steps log."""
+    """Run a job of three steps that logs."""
 
     async def program(comm):
         reducer = one_unit(comm, sink_of(log, 0))
@@ -280,7 +280,7 @@ def top(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def equation_5(size: int, k: int, steps: int) -> list[float]:
-    """Run Ok-Topk SGD densely; return xi of every step."""
+    """Run Ok-Topk SGD in a dense loop; return xi of every step."""
     residuals, result = torch.zeros(RANKS, size), []
     for step in range(steps):
         gradients = torch.stack([signal_and_noise(size, step, rank) for rank in range(RANKS)])
@@ -294,7 +294,7 @@ def equation_5(size: int, k: int, steps: int) -> list[float]:
 
 
 def measured(size: int, k: int, steps: int, algorithm: Algorithm = EXACT_OKTOPK, **options):
-    """Return what every rank measured on every step."""
+    """Return the values of xi that every rank measured, by step."""
     every, sizes = options.pop("every", 64), options.pop("sizes", None)
 
     async def program(comm):
@@ -322,7 +322,7 @@ def test_every_coordinate_gives_equation_5():
 
 @pytest.mark.parametrize(("size", "k"), [(6_000, 600), (40_000, 400), (60_000, 6_000)])
 def test_a_sample_estimates_xi(size, k):
-    """The mean over steps lies within twice the deviation that is documented for one step."""
+    """The mean over steps is within twice the documented deviation of one step."""
     steps = 4
     expected = sum(equation_5(size, k, steps)) / steps
     found = sum(one.xi for one in measured(size, k, steps)) / steps

@@ -1,4 +1,4 @@
-"""Algorithms with options, as text: one grammar covers every row of the tables and all its options."""
+"""Test the grammar of algorithms with options on every row of the tables and every option."""
 
 import json
 
@@ -35,7 +35,7 @@ HOSTILE = [
 
 
 def written(value):
-    """Return a value in the form of the command line; an ``Algorithm`` becomes its name."""
+    """Format a value for the command line; an ``Algorithm`` becomes its name."""
     if isinstance(value, Algorithm):
         return value.name
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Names are found in any spelling and in the papers' words; an unknown name gets the nearest ones."""
+"""Test that names are found in any spelling and as in the papers, or the nearest are suggested."""
 
 from dataclasses import fields
 from importlib.metadata import EntryPoint

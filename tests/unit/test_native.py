@@ -208,6 +208,6 @@ def test_other_threads_run_while_a_kernel_does():
     while worker.is_alive():
         turns.append(time.perf_counter())
         time.sleep(0)
-    # if the call held the lock, this thread could not run in the middle of it
+    # if the call held the interpreter's lock, this thread could not run in the middle of it
     middles = [((3 * a + b) / 4, (a + 3 * b) / 4) for a, b in calls]
     assert sum(any(a < t < b for t in turns) for a, b in middles) >= 3

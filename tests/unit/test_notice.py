@@ -1,4 +1,4 @@
-"""On SIGTERM under ``elastic=``, the rank leaves, and the program's own handler runs."""
+"""Test that on SIGTERM with ``elastic=``, the rank leaves and the program's handler runs."""
 
 import signal
 
@@ -64,7 +64,7 @@ print(signal.getsignal(signal.SIGTERM) is theirs)
     "state",
     [
         "time.sleep(60)",
-        # this blocks in native code that no signal interrupts, by locking a mutex twice
+        # block in native code that no signal interrupts, by locking a mutex twice
         "mutex = ctypes.create_string_buffer(128)\n"
         "for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)",
     ],

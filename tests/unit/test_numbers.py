@@ -1,4 +1,4 @@
-"""Numeric arguments refuse anything that is not a number, in one line, before anything starts."""
+"""Test that numeric arguments refuse other values in one line, before anything starts."""
 
 import math
 from dataclasses import fields, is_dataclass

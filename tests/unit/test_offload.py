@@ -1,4 +1,4 @@
-"""Exchanged updates may keep their memory on the host, and some settings are refused."""
+"""Test that exchanged updates may keep their memory on the host, and that bad settings are refused."""
 
 import pytest
 import torch
@@ -44,8 +44,7 @@ def test_memory_is_where_it_was_asked_for(asked, expected):
 def test_without_room_on_the_device_all_of_it_is_on_the_host_and_that_is_said(capsys):
     n = 64 * 8 + 8
     with far_device():
-        # nothing has allocated the shared weights, gradients and Adam's two moments yet, of 4 bytes
-        # each
+        # still to be allocated: the shared weights, gradients and Adam's two moments, 4 bytes each
         assert attached(free=16 * n) == ("cpu", "cuda")
         assert "kept in host memory" not in capsys.readouterr().err
         assert attached(free=16 * n - 1) == ("cpu", "cpu")

@@ -1,4 +1,4 @@
-"""The optimizers that ``attach`` accepts, unwraps or refuses, and its messages about them."""
+"""Test which optimizers ``attach`` accepts, unwraps or refuses, and its messages about them."""
 
 import warnings
 
@@ -26,7 +26,7 @@ def net():
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer that holds another one, as SAM does, in an attribute of any name."""
+    """An optimizer that holds another one in an attribute of any name, as SAM does."""
 
     def __init__(self, inner, name="base_optimizer"):
         super().__init__([p for g in inner.param_groups for p in g["params"]], {})
@@ -34,7 +34,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class Show:
-    """Exposes the inner optimizer only through a property."""
+    """A wrapper that exposes the inner optimizer only through a property."""
 
     __slots__ = ("_inner",)
 
@@ -47,14 +47,14 @@ class Show:
 
 
 class Bare(torch.optim.Optimizer):
-    """Does not call the constructor of ``Optimizer``."""
+    """An optimizer that does not call the constructor of ``Optimizer``."""
 
     def __init__(self, params):
         self.param_groups = [{"params": list(params), "lr": 0.1}]
 
 
 class Free(torch.optim.AdamW):
-    """Has two kinds of weights, like schedule-free optimizers."""
+    """An optimizer with two kinds of weights, like schedule-free optimizers."""
 
     def train(self):
         """Switch to the weights for training."""
@@ -173,7 +173,7 @@ def test_attach_says_once_what_is_done_with_the_steps(alone, capsys):
 
 
 def test_small_models_spare_steps_and_large_ones_bytes(alone):
-    """Below a million elements, every step has an exchange, in up to 8 bits while these are 125 kB."""
+    """Below a million elements, every step has an exchange, in as many bits as fit into 125 kB."""
     for width, found in (
         (100, (8, 1)),
         (400, (4, 1)),
@@ -188,7 +188,7 @@ def test_small_models_spare_steps_and_large_ones_bytes(alone):
                 assert (dict(settings.chosen.options)["bits"], settings.first_period) == found
     averager = OuterAverager(torch.nn.Linear(400, 400), **OUTER_SETTINGS["updates"])
     assert dict(averager.settings.chosen.options)["bits"] == 4 and averager.global_period == 1
-    # fragments take turns within a period, and a delay is shorter than one
+    # fragments take turns within a period, and a delay is shorter than a period
     for more in ({"fragments": 2}, {"delay": 1}):
         settings = OuterStep(**{**OUTER_SETTINGS["updates"], **more}).for_size(100)
         assert settings.first_period == 2 and dict(settings.chosen.options)["bits"] == 8

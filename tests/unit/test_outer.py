@@ -1,4 +1,4 @@
-"""Compare local steps with a compressed outer step with plain averaging, torch's SGD and their law."""
+"""Compare the compressed outer step with plain averaging and torch's SGD, and check the law."""
 
 import math
 import pickle
@@ -23,7 +23,7 @@ from .small_training import STEPS, backward, flat, model, trained
 
 
 def broken(rank, step, value=math.nan):
-    """Return updates of which one is not finite."""
+    """Return updates, one of which is not finite."""
     return lambda r, s: update(r, s) * (value if (r, s) == (rank, step) else 1)
 
 
@@ -56,7 +56,7 @@ def test_replicas_are_equal_after_every_exchange(name):
 @settings(max_examples=4)
 @given(decay=st.sampled_from([0.5, 1.0]), density=st.floats(0.02, 0.3), seed=st.integers(0, 10**6))
 def test_nothing_is_lost(algorithm, decay, density, seed):
-    """Residuals before plus all moves equal the applied total plus the residuals after."""
+    """The old residuals plus all moves equal the applied total plus the new residuals."""
     movements, kept = {}, {}
 
     def watch(rank, step, averager, local):
@@ -145,7 +145,7 @@ def test_what_is_broken_at_the_end_is_left_out():
 
 
 def divided(**options):
-    """Return an averager of vectors that consist of three named parameters, as a model's would."""
+    """Return an averager of vectors with three named parameters, like a model's."""
     averager = OuterAverager(**{"algorithm": "allgather", "density": 0.2, "period": 4, **options})
     averager.parts = lambda vector: dict(zip("abc", vector.split([10, 10, 20]), strict=True))
     return averager
@@ -155,7 +155,7 @@ def divided(**options):
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 3), (2, 0), (2, 1), (4, 3), (9, 2)])
 @pytest.mark.parametrize("algorithm", ["allgather", "budgeted", "quantised"])
 def test_nothing_is_lost_on_the_way(algorithm, fragments, delay, residual_in):
-    """After every step, each move is applied, in a residual, in flight, or in the weights."""
+    """After every step, each move has been applied, or is in a residual, in flight, or in the weights."""
     kept, movements, steps = {}, {}, 13
 
     def watch(rank, step, averager, local):
@@ -185,7 +185,7 @@ def test_a_delayed_exchange_leaves_what_was_done_meanwhile():
 
 
 def test_fragments_are_exchanged_in_turn():
-    """Each fragment is exchanged once per period, at even distances, and no parameter is divided."""
+    """Each fragment is exchanged once per period, at even intervals, and no parameter is divided."""
     seen = {}
 
     def watch(rank, step, averager, local):
@@ -208,14 +208,14 @@ def test_fragments_are_exchanged_in_turn():
 
 
 def cosines(size):
-    """Return the rows of the DCT-II, by its formula."""
+    """Return the rows of the DCT-II by its formula."""
     rows = [[math.cos(math.pi * k * (i + 0.5) / size) for i in range(size)] for k in range(size)]
     basis = torch.tensor(rows, dtype=torch.float64)
     return basis / basis.norm(dim=1, keepdim=True)
 
 
 def test_demo_is_decoupled_momentum():
-    """DeMo's own loop, on one vector with chunks of 16, 16 and 8."""
+    """Compare with DeMo's own loop on one vector with chunks of 16, 16 and 8."""
     basis = torch.block_diag(cosines(16), cosines(16), cosines(8))
     momenta, weights, expected = torch.zeros(WORLD_SIZE, SIZE, dtype=torch.float64), 1.0, []
     for step in range(6):
@@ -315,7 +315,7 @@ def test_nan_under_way_brings_all_fragments_back(residual_in):
     models = on_all_ranks(make, 12, update=broken(1, 4))
     assert models[-1].isfinite().all()
     assert torch.equal(models[-1], models[-1][:1].expand_as(models[-1]))
-    # the broken rank stays broken until the first exchange of its broken values ends
+    # the rank's values stay broken until their first exchange ends
     finite = models[:-1, 1].isfinite().all(1).tolist()
     assert finite.count(False) <= 2 and all(finite[7:])
     assert models[:-1, 0].isfinite().all()
@@ -408,7 +408,7 @@ def adaptive(drift=0.1, least=1, most=8, **options):
 
 
 def exchanges(rate, steps, make=adaptive, **options):
-    """Train three ranks with steps in random directions; return the steps that end with an exchange."""
+    """Train three ranks with steps in random directions; return the steps that ended with an exchange."""
     seen = set()
 
     def watch(rank, step, averager, local):
@@ -426,7 +426,7 @@ def exchanges(rate, steps, make=adaptive, **options):
 
 
 def test_a_period_follows_the_drift_of_the_ranks():
-    """Steps of twice the limit exchange every time; steps of a tenth of it, as rarely as allowed."""
+    """Steps of twice the limit are exchanged every time, and steps of a tenth as rarely as allowed."""
     assert exchanges(lambda step: 0.2, 6)[0] == [(step, 1) for step in range(6)]
     quiet, _ = exchanges(lambda step: 0.01, 32)
     assert quiet == [(0, 2), (2, 4), (6, 8), (14, 8), (22, 8), (30, 8)]
@@ -450,7 +450,7 @@ def test_drift_is_how_far_ranks_go_of_the_shared_weights():
 
     (first, second), other = simulate(program, 2).results
     assert first == (pytest.approx(0.25), 1) and [first, second] == other
-    # the period stays if the drift is half of the limit, or above the limit at the least period
+    # the period stays if the drift is half the limit, or above the limit at the shortest period
     assert second == (pytest.approx(1.5), 1)
 
 
@@ -610,7 +610,7 @@ def test_settings_are_checked_when_they_are_made_and_can_be_sent():
 
 
 def test_a_loaded_averager_still_tells_its_numbers_alone():
-    """``stats`` and ``reducer`` may be called on one rank, because only a step is collective."""
+    """``stats`` and ``reducer`` may be used on one rank, because only a step is collective."""
     local = OuterAverager(model(), period=1, density=1.0)
     local.step()
     state, reducer = local.state_dict(), local.reducer

@@ -1,4 +1,4 @@
-"""Test the commands' reports: tables of 80 columns whose heads wrap between words, JSON, progress."""
+"""Test the commands' reports: tables that fit 80 columns, JSON, and progress."""
 
 import pytest
 from hypothesis import given

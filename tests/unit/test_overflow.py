@@ -1,4 +1,4 @@
-"""Overflows and changes of a GradScaler's scale keep the law, and residuals keep the right units."""
+"""Test that overflows and changes of scale keep the law and the units of residuals."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Test that every backend packs the specified bytes; also test sizes, rounding and parcels."""
+"""Test that every backend packs the specified bytes, and test sizes, rounding and parcels."""
 
 import struct
 from math import ceil
@@ -197,7 +197,7 @@ def test_dealing_and_joining_is_the_identity_up_to_rounding(problem, special):
     v = noise(size, min(nnz, size), seed, special)
     parcels = encode_dealt(codec, v, world_size, rank=0, limit=size)
     messages = [codec.encode(parcels.own).payload, *parcels.messages[1:]]
-    # all messages of one rank are joined, while another rank sent other values
+    # join all messages of one rank; another rank sent different values
     own = 0, parcels.own, noise(size, min(nnz, size), seed + 1, special)
     for k in (0, 1, nnz // 2, max(nnz - 1, 0), size):
         fast = decode_undealt(codec, messages, k, *own)

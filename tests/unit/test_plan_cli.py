@@ -1,4 +1,4 @@
-"""Tests of ``sparsync plan``: output and files, and one clear line of error for bad input."""
+"""Test ``sparsync plan``: output, files, and one-line errors for bad input."""
 
 import json
 
@@ -134,8 +134,7 @@ def test_the_memory_of_a_rank_needs_no_network(command):
     found = {one["name"]: one for one in json.loads(out)["memory"]}
     assert (code, err) == (0, "")
     assert found["training itself"] == {"name": "training itself", "device": 140 * 10**9, "host": 0}
-    # one float per parameter is on the device and one on the host; with offload, both are on the
-    # host
+    # one float per parameter on the device and one on the host; with offload, both on the host
     assert found["updates"]["host"] == 28 * 10**9 < found["updates"]["device"] < 30 * 10**9
     offloaded = found["updates, offload=True"]
     assert offloaded["device"] < 0.15 * 28 * 10**9 and offloaded["host"] == 56 * 10**9

@@ -1,4 +1,4 @@
-"""Test which algorithm a plan chooses, up to which bandwidth and density, and how measurements matter."""
+"""Test which algorithm a plan chooses, its limits of bandwidth and density, and corrections."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Every preset has a prediction, whose bytes match the ledger and whose seconds add up."""
+"""Test that every preset has a prediction whose bytes match the ledger and whose seconds add up."""
 
 import math
 from dataclasses import replace
@@ -25,8 +25,7 @@ MACHINE = Machine()
 NOTHING = Machine(alpha=0, beta=0, gamma=0, select=0, encode=0, decode=0)
 SIZE, DENSITY = 1 << 16, 1 / 64  # of whole blocks of 512, which "sparcml" selects in
 
-# the measured bytes lie in this interval around the predicted ones, after the first step (which
-# cuts regions)
+# bounds of measured bytes relative to predicted ones, after the first step (which cuts regions)
 USUAL = 0.97, 1.03
 TOLERANCE = {
     "budgeted": (0.97, 1.05),  # the busiest rank, where the form has the mean
@@ -42,7 +41,7 @@ TOLERANCE = {
 
 
 def measured(algorithm, world_size, density=DENSITY, size=SIZE, steps=2):
-    """Return the most bytes that any rank sent or received on the last step, and the most messages."""
+    """Return the largest numbers of bytes and messages of any rank on the last step."""
     ranks = SimulatedRanks(Case(algorithm, world_size, size, density))
     for _ in range(steps):
         traffic = [ledger.total() for ledger in ranks.step(keep=False).ledgers]

@@ -1,4 +1,4 @@
-"""RedSync's selectors, beyond the checks in ``tests/contracts``."""
+"""Test RedSync's selectors beyond the contracts."""
 
 import copy
 from functools import partial
@@ -63,7 +63,7 @@ def test_trimmed_is_the_top_of_the_whole_vector(accumulated, k, eps):
 
 
 def test_equal_numbers_have_no_mean_above_them():
-    """A rounded mean may exceed equal numbers, and then the thresholds of the walk would not descend."""
+    """A rounded mean may exceed equal numbers; the walk's thresholds would then not descend."""
     for value in torch.rand(50, generator=torch.Generator().manual_seed(2)).tolist():
         accumulated = torch.full((SIZE,), value)
         assert Trimmed().select(accumulated, 10, 0).indices.tolist() == list(range(10))
@@ -78,7 +78,7 @@ def test_mean_and_maximum_of_several_blocks(dtype):
 
 
 def walked(accumulated: Tensor, k: int, eps: float) -> int:
-    """Follow the text of Algorithm 2; return how many entries reach the first threshold that k reach."""
+    """Follow Algorithm 2; return how many entries reach the first threshold that at least k reach."""
     magnitudes = accumulated.abs()
     mean, most = magnitudes.double().mean(), magnitudes.max().double()
     ratio, nnz = 1 - eps, 0
@@ -150,7 +150,7 @@ def test_search_keeps_its_promise(accumulated, k, eps):
 
 
 def bisected(accumulated: Tensor, k: int, eps: float) -> float | None:
-    """Follow the text of Algorithm 3; return the threshold, or None if eps ended the search."""
+    """Follow Algorithm 3; return the threshold, or None if eps ended the search."""
     magnitudes = accumulated.abs()
     mean, most = float(magnitudes.double().mean()), float(magnitudes.max())
     left, right = 0.0, 1.0
@@ -182,7 +182,7 @@ def test_search_ends_where_the_published_walk_does(name, k):
 
 
 def test_the_published_walk_ends_regularly_on_ordinary_inputs():
-    """Otherwise the test above would compare few thresholds."""
+    """Otherwise, the test above would compare only few thresholds."""
     ended = [bisected(inputs(torch.float64)["normal"], k, 1e-3) for k in (1, 10, 100)]
     assert None not in ended
     assert bisected(inputs(torch.float64)["halving"], 100, 1e-3) is None
@@ -193,7 +193,7 @@ def test_the_published_walk_ends_regularly_on_ordinary_inputs():
 
 @pytest.fixture
 def searches(monkeypatch):
-    """Record every search that a test makes; each computes the mean and the maximum once."""
+    """Record every search in a test; each computes the mean and the maximum once."""
     made = []
     monkeypatch.setattr(redsync, "mean_and_max", lambda x: made.append(x) or mean_and_max(x))
     return made

@@ -1,4 +1,4 @@
-"""The bookkeeping, residuals and saved state of a reducer; the contracts check its results."""
+"""Test a reducer's bookkeeping, residuals and saved state; the contracts check its results."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Test how regions are cut, take turns and are balanced, and the quantiles of keys over all ranks."""
+"""Test how regions are cut, scheduled and balanced, and the quantiles of keys over all ranks."""
 
 from bisect import bisect_left
 from itertools import accumulate, pairwise
@@ -119,7 +119,7 @@ def test_a_crowded_region_is_one_that_new_cuts_could_relieve(loads, trigger):
 
 
 def bracket_on_all_ranks(shares, positions, *, stop, bins=8, tolerance=1, start_at=None):
-    """Run ``quantiles`` with each rank's keys; check the values that every rank must agree on."""
+    """Run ``quantiles`` with each rank's keys; check that all ranks agree."""
 
     async def program(comm):
         keys = torch.tensor(sorted(shares[comm.rank]), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Test the output of a training run: the contract of its JSON, time to loss, the table, the plot."""
+"""Test the output of a training run: its JSON, the time to a loss, the table and the plot."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Resharding to another number of ranks or other shards preserves the total residual."""
+"""Test that resharding to other numbers of ranks or other shards preserves the total residual."""
 
 import copy
 

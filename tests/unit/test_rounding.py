@@ -1,4 +1,4 @@
-"""Rounded values are unbiased or contractive, with a bounded error, even at the limits of floats."""
+"""Test that rounding is unbiased or contractive, with a bounded error, even at float limits."""
 
 import math
 from fractions import Fraction
@@ -30,7 +30,7 @@ def noise(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
 
 
 def spread(length: int = LENGTH) -> torch.Tensor:
-    """Return values whose magnitudes span many orders, with zeros."""
+    """Return zeros, and values of very different magnitudes."""
     return noise(length) * torch.logspace(0, -9, length) * (torch.arange(length) % 7 > 0)
 
 
@@ -40,7 +40,7 @@ def samples(codec: Qsgd, x: torch.Tensor, copies: int = COPIES) -> torch.Tensor:
 
 
 def deviations(quantiser: Qsgd, x: torch.Tensor) -> torch.Tensor:
-    """Return the standard deviation of every entry of a block, from the definition of the scheme."""
+    """Return the standard deviation of every entry of a block, by the scheme's definition."""
     x = x.double()
     scale = float(x.norm()) if quantiser.scale == "l2" else float(x.abs().max())
     exact = x.abs() / scale * quantiser.levels
@@ -49,7 +49,7 @@ def deviations(quantiser: Qsgd, x: torch.Tensor) -> torch.Tensor:
 
 
 def worst(quantiser: Qsgd, length: int) -> torch.Tensor:
-    """Return the block of largest relative variance (for "l2", nearly the largest)."""
+    """Return the block with the largest relative variance (for "l2", nearly the largest)."""
     s = quantiser.levels
     if quantiser.scale == "l2":
         return torch.ones(length)
@@ -64,7 +64,7 @@ def worst(quantiser: Qsgd, length: int) -> torch.Tensor:
 @every_setting
 @pytest.mark.parametrize("x", [noise(), spread(), torch.ones(LENGTH)], ids=["noise", "spread", "1"])
 def test_the_expectation_is_the_value(bits, scale, x):
-    """The mean is within 5 standard errors, as the scheme defines them, and exact where rounding is."""
+    """The mean is within 5 standard errors, as the scheme defines them, and exact if rounding is."""
     codec = Qsgd(bits, block=LENGTH, scale=scale)
     error = samples(codec, x).mean(0) - x.double()
     standard = deviations(codec, x) / COPIES**0.5
@@ -74,7 +74,7 @@ def test_the_expectation_is_the_value(bits, scale, x):
 
 
 def test_the_expectation_survives_a_second_quantisation():
-    """A sum of values quantised earlier in the same step must be rounded with other draws."""
+    """A sum of values quantised earlier in the step must be rounded with other draws."""
     codec, x, y = Qsgd(2, block=LENGTH, scale="max").seeded(1, 1), noise(), noise(seed=1)
     first = samples(codec, x)
     summed = (first + y.double()).float()
@@ -147,7 +147,7 @@ def test_shrinking_makes_it_a_contraction(bits, scale, length):
 
 
 def test_a_block_cut_short_shrinks_by_its_own_length():
-    """16 entries in a block of 1024 have the variance of 16."""
+    """16 entries in a block of 1024 have the variance of a block of 16."""
     codec, x = Qsgd(4, shrink=True), noise(16)
     factor = 1 / (1 + codec.omega(16))
     mean = samples(Qsgd(4, block=16, shrink=True), x).mean(0)

@@ -1,4 +1,4 @@
-"""Exchanges of updates work in runs, with the bits of whole vectors but without memory of their size."""
+"""Test that updates are exchanged in runs: the bits of whole vectors, but not their memory."""
 
 import pytest
 import torch

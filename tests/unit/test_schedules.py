@@ -1,4 +1,4 @@
-"""AdamW's default learns under any schedule; moments equal Adam's, and unused weights do not move."""
+"""Test AdamW's default under several schedules: loss, Adam's moments, and unused weights."""
 
 import math
 from pathlib import Path
@@ -24,7 +24,7 @@ def virtual():
 
 
 class Net(nn.Module):
-    """A linear layer on rows of an embedding, some of which are never looked up."""
+    """A linear layer on an embedding with rows that are never looked up."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ schedules = st.lists(st.tuples(rates, rates), min_size=1, max_size=5)
 
 
 def rate_of(pieces, step):
-    """Return a rate that is linear within each piece, and jumps from piece to piece."""
+    """Return a rate that is linear within each piece and jumps between pieces."""
     at = step * len(pieces) / STEPS
     first, last = pieces[int(at)]
     return first + (last - first) * (at - int(at))

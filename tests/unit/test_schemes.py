@@ -1,4 +1,4 @@
-"""Test the command line's table of schemes by name, and the requirements of the command."""
+"""Test the command line's table of schemes, and the requirements of the command."""
 
 from importlib.metadata import EntryPoint
 
@@ -121,7 +121,7 @@ def test_an_installed_package_adds_a_scheme(monkeypatch):
 
 
 def test_two_packages_with_one_name_are_refused(monkeypatch, capsys):
-    """Which package comes first depends on the path, and ranks may have different paths."""
+    """The path decides which package comes first, and ranks may have different paths."""
 
     def points(group):
         found = [EntryPoint(name, f"sparsync.averaging.averager:{one}", group)

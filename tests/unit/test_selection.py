@@ -1,4 +1,4 @@
-"""Selectors, beyond the checks in ``tests/contracts``; RedSync's have a file of their own."""
+"""Test selectors beyond the contracts; RedSync's have a separate file."""
 
 import math
 from unittest import mock
@@ -141,7 +141,7 @@ def auto(cap: float | None = None, **options) -> Reused:
 
 
 def about(reaching: int, k: int = 100) -> torch.Tensor:
-    """Return a vector of 10 k distinct elements, of which the given number are at least 1."""
+    """Return a vector of 10 k distinct elements, ``reaching`` of which are at least 1."""
     values = torch.linspace(0.1, 0.9, 10 * k)
     values[:reaching] = torch.linspace(1.0, 2.0, reaching)
     return values
@@ -178,7 +178,7 @@ def looks(monkeypatch):
 
 @pytest.mark.parametrize(("reaching", "near"), [(50, 60), (50, 2000), (150, 0), (100, 2000)])
 def test_auto_looks_at_all_elements_only_where_it_must(reaching, near, looks):
-    """Entries just below the threshold are enough, but not if there are too many of them."""
+    """Entries just below the threshold suffice, unless there are too many of them."""
     selector, accumulated = with_threshold_1(), torch.zeros(5000)
     accumulated[:reaching] = torch.linspace(1.0, 2.0, reaching)
     accumulated[1000 : 1000 + near] = torch.linspace(0.9, 0.99, near)
@@ -226,7 +226,7 @@ def test_auto_selects_within_the_band_whatever_came_before(accumulated, k, step,
 
 
 def peaked() -> Tensor:
-    """Return values mostly near zero and never large, as late gradients are, unlike normal ones."""
+    """Return values mostly near zero and never large, like late gradients and unlike a normal."""
     uniform = torch.rand(SIZE, generator=torch.Generator().manual_seed(1)) * 2 - 1
     return uniform.sign() * uniform.abs().clamp(max=0.9) ** 2
 
@@ -238,7 +238,7 @@ def first_trial(accumulated: Tensor, k: int) -> int:
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
 def test_normal_entries_are_selected_at_their_density(density):
-    """Where its assumption holds, the method is accurate to a few per cent without further trials."""
+    """If its assumption holds, the method is accurate to a few per cent without further trials."""
     k = round(density * SIZE)
     nnz = first_trial(0.3 * noise(), k)
     assert nnz == pytest.approx(k, abs=5 * k**0.5)
@@ -298,7 +298,7 @@ def test_nan_and_inf_are_selected_by_gaussian_and_have_no_part_in_the_threshold(
 
 
 def block_by_block(accumulated, entries: int, block: int) -> SparseVector:
-    """Return the result of the simple version, which takes the exact top of one block after the other."""
+    """Return the result of the simple version, which takes the exact top-k of each block in turn."""
     size, parts = accumulated.numel(), []
     for start in range(0, size, block):
         piece = accumulated[start : start + block]
@@ -330,7 +330,7 @@ def test_without_entries_a_block_gives_its_part_of_k(accumulated, block, k):
 
 
 def check_sampled(selected: SparseVector, accumulated: Tensor, k: int, enough: float) -> None:
-    """Check that the promised number was selected, and that no larger entry was left out."""
+    """Check that the promised number of entries was selected, and no larger entry omitted."""
     nnz = int((accumulated != 0).sum())
     assert min(math.ceil(enough * k), nnz) <= selected.nnz <= k
     same_vector(selected.check(), SparseVector.from_dense(accumulated).top(selected.nnz))

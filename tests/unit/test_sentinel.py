@@ -1,4 +1,4 @@
-"""The sentinel names the tensors and ranks that differ, heals by majority, and is silent otherwise."""
+"""Test that the sentinel names differing tensors and ranks, heals by majority, or is silent."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Tests of ``sparsync simulate``: its output, and one clear line of error for bad input."""
+"""Test ``sparsync simulate``: its output, and one-line errors for bad input."""
 
 import json
 

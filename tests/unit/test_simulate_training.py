@@ -24,7 +24,7 @@ settings = partial(SimulationSettings, model_size=N, density=K / N, links=WIRE, 
 
 
 def alone(algorithm, **options):
-    """The row of one algorithm, every element as itself."""
+    """Return the row of one algorithm, without scaling."""
     options = {"scale": 1.0, "baselines": False, "machine": FREE, **options}
     [row] = simulate_training(settings((algorithm,), **options))
     return row
@@ -54,7 +54,7 @@ def test_virtual_time_is_the_closed_forms_where_bandwidth_counts(algorithm, tole
     [("dense", 1e-3), ("allgather", 0.02), ("gtopk", 0.02), ("halving", 0.1), ("oktopk", 0.25)],
 )
 def test_a_64th_of_the_model_takes_as_long(algorithm, tolerance):
-    """With P = 32, and as few as 32 entries per rank and 6 per pair, only chance makes a difference.
+    """With P = 32 and as few as 32 entries per rank and 6 per pair, differences are due to chance.
 
     Latencies, headers and histograms are not scaled. With more entries, the difference is 5 % or
     less.
@@ -100,7 +100,7 @@ def test_the_parts_sum_to_the_step_and_the_baselines_come_first():
 
 
 def test_overlap_hides_all_but_the_last_bucket():
-    """The network is always busy; of four buckets' sums, one remains when the computation ends."""
+    """The network is always busy; one of four buckets' sums remains when the computation ends."""
     dense = partial(alone, "dense", ranks=4, compute=0.6, buckets=4)
     exposed = dense(overlap=True).mean("seconds_communication")
     assert exposed == pytest.approx(dense().mean("seconds_communication") / 4, rel=1e-3)
@@ -162,7 +162,7 @@ def test_a_part_of_the_entries_lies_at_the_same_places(shared):
     [contender] = given_settings.contenders()
     source = gradients(contender, given_settings, 1.0)
     first, other = source.places(0, 0), source.places(1, 0)
-    # places drawn independently also coincide by chance, because a cell has 50 elements
+    # independently drawn places may also coincide, because a cell has 50 elements
     expected = shared + (1 - shared) * K * 2 / N
     assert float((first == other).float().mean()) == pytest.approx(expected, abs=0.02)
     assert torch.equal(first, source.places(0, 0))
@@ -198,7 +198,7 @@ def test_an_average_of_all_models_takes_the_time_of_dense():
 
 @pytest.mark.parametrize("warmup", [0, 1, 4])
 def test_a_scheme_runs_for_whole_periods(warmup):
-    """Local SGD of period 3 takes a third of a step's traffic and time, wherever the run begins."""
+    """Local SGD with period 3 takes a third of the traffic and time, wherever the run begins."""
     dense = alone("dense", ranks=4)
     local = alone("local:period=3", ranks=4, steps=2, warmup=warmup)
     assert local.algorithm == "local:period=3" and len(local.steps) == 3

@@ -1,4 +1,4 @@
-"""The simulator's clock, networks, ports, work, primitives and groups are as documented in sim/."""
+"""Compare the simulator's clock, networks, ports, work, primitives and groups with its docs."""
 
 import pytest
 import torch
@@ -261,7 +261,7 @@ def test_entries_cost_who_packs_them_and_everyone_who_receives_them():
         await comm.allgatherv(payload(4), [4] * 4, "p", BYTES)
         return comm.ledger.stages["pack"], comm.ledger.stages["unpack"]
 
-    # each rank packs once, although it forwards messages of others; each of two rounds brings a
+    # each rank packs once, although it forwards others' messages; each of two rounds brings a
     # message
     simulation = simulate(program, 4, links=Links(0.0, 0.0), prices=prices)
     assert simulation.results == [(20.0, 4.0)] * 4

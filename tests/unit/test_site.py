@@ -1,4 +1,4 @@
-"""The site's generated pages are complete, and the examples on its pages run."""
+"""Test that the site's generated pages are complete and that its examples run."""
 
 import contextlib
 import doctest

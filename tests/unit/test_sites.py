@@ -1,4 +1,4 @@
-"""Sites are found by the speed of links, from invented times and from times in the simulator."""
+"""Test that sites are found by the speed of links, from given and simulated times."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def pairs(ranks, seconds_of):
 
 
 def between(*grid, near=2e-3, far=40e-3):
-    """Return the seconds of a pair of ranks in these sites."""
+    """Return a function that gives the seconds between two ranks of these sites."""
     site_of = {rank: number for number, site in enumerate(grid) for rank in site}
     return lambda a, b: near if site_of[a] == site_of[b] else far
 
@@ -55,7 +55,7 @@ def test_links_that_take_next_to_nothing_are_alike():
 
 
 def test_the_larger_gap_decides():
-    """There are two machines at each of two sites, and the sites are farther apart than the machines."""
+    """Two sites have two machines each, and the sites are farther apart than the machines."""
     machines = between((0, 1), (2, 3), (4, 5), (6, 7), near=1e-3, far=5e-3)
     towns = between((0, 1, 2, 3), (4, 5, 6, 7), near=0, far=100e-3)
     times = pairs(8, lambda a, b: machines(a, b) + towns(a, b))

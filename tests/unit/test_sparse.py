@@ -1,4 +1,4 @@
-"""Test vectors and the operations on them: sums, folds, cuts, and refusals."""
+"""Test vectors and their operations: sums, folds, cuts and refusals."""
 
 from itertools import pairwise
 
@@ -128,7 +128,7 @@ def elements(name: str, dtype: torch.dtype):
 
 @st.composite
 def problems(draw):
-    """An operation, a dtype, and one dense vector per rank."""
+    """Draw an operation, a dtype, and one dense vector per rank."""
     name = draw(st.sampled_from(sorted(OPERATIONS)))
     dtypes = [d for d in DTYPES if not (name in BITWISE and d.is_floating_point)]
     dtype = draw(st.sampled_from(dtypes))

@@ -1,4 +1,4 @@
-"""If the length of steps does not depend on gradients, averaging over ranks keeps that length."""
+"""Test that averages keep the length of steps that does not depend on gradients."""
 
 import copy
 
@@ -10,7 +10,7 @@ from sparsync.updates.gradient_noise import GradientNoise, noise_of
 from sparsync.updates.step_length import lengthen, of_own_length, remember
 
 RATE, DECAY = 0.1, 0.3
-# optimizer, and whether its weight decay is decoupled
+# optimizer -> whether its weight decay is decoupled
 KNOWN = {
     "amsgrad": (lambda p: torch.optim.Adam(p, RATE, weight_decay=DECAY, amsgrad=True), False),
     "amsgrad, apart": (

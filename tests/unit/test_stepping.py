@@ -1,4 +1,4 @@
-"""Test on one rank which calls count as steps of an optimizer whose updates are exchanged."""
+"""Test on one rank which calls count as optimizer steps when updates are exchanged."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def backward(model, factor=1.0, scaler=None):
 
 
 class Subclass(torch.optim.AdamW):
-    """A subclass that calls its base's ``step``, which has hooks of its own once an ``AdamW`` exists."""
+    """A subclass that calls its base's ``step``, which has its own hooks once an ``AdamW`` exists."""
 
     def step(self, closure=None):
         loss = super().step(closure)

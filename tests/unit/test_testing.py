@@ -1,4 +1,4 @@
-"""The public contracts can fail: each one finds a violation of its interface, and names the case."""
+"""Test that the public contracts can fail: each finds a violation and names the case."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -84,7 +84,7 @@ def test_check_selector_finds_a_state_that_is_not_restored():
 
 
 class Wrapped(Coo):
-    """Coo, except for the defects of subclasses."""
+    """A codec like Coo, with the defects of subclasses."""
 
     def encode(self, vector):
         return Coo().encode(vector)
@@ -110,7 +110,7 @@ class Trusting(Wrapped):
 
 
 class Unsorted(Wrapped):
-    """Returns the indices as they are in the message."""
+    """A codec that returns indices in the order of the message."""
 
     def decode(self, payload, size):
         header, body = self.body(payload, size)
@@ -174,7 +174,7 @@ class Changed(Collective):
 
 
 def all_delivered(comm, selected, reduced):
-    """A violation: the total is cut, and no rank keeps the rest."""
+    """Violate the contract: cut the total, with no rank keeping the rest."""
     return Reduced(reduced.total.top(5), reduced.delivered)
 
 

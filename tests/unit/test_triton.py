@@ -1,4 +1,4 @@
-"""The Triton kernels run compiled if there is a GPU, and otherwise interpreted on CPU tensors."""
+"""Test the Triton kernels, compiled on a GPU if there is one, otherwise interpreted."""
 
 import importlib
 import importlib.util
@@ -58,7 +58,7 @@ def load():
     with interpreting():
         module = importlib.import_module("sparsync.kernels.triton")
     if DEVICE == "cpu" and type(module._positions).__name__ != "InterpretedFunction":
-        # this is not a reason to skip: in the usual order of tests nothing imports Triton earlier
+        # not a reason to skip: in the usual order of tests, nothing imports Triton earlier
         raise RuntimeError("something imported Triton before, for a GPU; run this file by itself")
     return module
 
@@ -81,7 +81,7 @@ def identical(mine, expected):
 
 triton = load()
 few = settings(max_examples=20)  # the interpreter takes milliseconds for a launch
-# sizes around one block, and a size of several blocks of which the last is not full
+# sizes around one block, and several blocks, the last of which is not full
 SIZES = [0, 1, triton.BLOCK, 2 * triton.BLOCK + 900]
 BIG = SIZES[-1]
 LARGEST_KEY, _ = key_range(torch.float32)
@@ -305,7 +305,7 @@ WIDTHS = pytest.mark.parametrize("width", normal_levels.BITS)
 
 
 def weights(n):
-    """Return vectors of n elements as in ``vectors``, and denormal and near the maximum."""
+    """Return vectors as in ``vectors``, plus denormal ones and ones near the largest float."""
     first, *others = vectors(n)
     return [first, *others, first * 1e-40, first * 1e38]
 
@@ -315,7 +315,7 @@ def at_odd_byte(raw):
 
 
 def quantised(x, width, block, more=None):
-    """Return the bytes of x, or of x + more, that the kernel writes from an odd address on."""
+    """Return the bytes of x, or of x + more, which the kernel writes from an odd address on."""
     middle = normal_levels.SCALE_BYTES * -(-x.numel() // block)
     length = middle - -x.numel() * width // 8
     raw = torch.full((length + 1,), 255, dtype=torch.uint8, device=x.device)[1:]
@@ -369,7 +369,7 @@ def test_sums_and_differences_of_messages_equal_the_specification(width, block, 
             message, *less = (
                 codes_of(rows[(at + i) % len(rows)], width, block) for i in range(1 + count)
             )
-            # a run that starts at a block, and all
+            # all elements, and a run that starts at a block
             for start in {0, n // block * block}:
                 into, plus = x[start:].flip(0), rows[0][start:]
                 for keep, divisor, more in (
@@ -425,7 +425,7 @@ def test_moves_equal_the_specification(dtype, stored, dispatched, monkeypatch):
     plain = moves.move_plainly_
     for n in LENGTHS:
         ordinary, mixed, *_ = vectors(n)
-        # halfway between two numbers of bf16, and some of them of fp16
+        # values halfway between two bf16 numbers, some of them also between two fp16 numbers
         ties = on(
             (torch.arange(n, dtype=torch.int32) % 4096 << 16 | 0x38008000).view(torch.float32)
         )
@@ -524,7 +524,7 @@ def exchanged(device, dtype, bits, on_host):
 
 
 def documented():
-    """Return the table of passes in ``docs/kernels.md``: by row, those of models of 32 and 16 bits."""
+    """Return ``docs/kernels.md``'s table of passes: by row, the numbers for 32-bit and 16-bit models."""
     text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
     section = text.partition("## Passes of an exchange")[2].partition("\n## ")[0]
     found = re.findall(r"^\| `?([\w ]+)`? \|.*\| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
@@ -545,7 +545,7 @@ def test_an_exchange_of_updates_takes_as_many_passes_as_is_documented(dtype):
     column = 0 if dtype == torch.float32 else 1
     for name, passed in rows.items():
         assert table[name][column] == pytest.approx(passed, abs=0.051), (name, rows, found)
-    # a launch for each region that is decoded for the average and for the residual, and for each sum
+    # one launch for each region decoded for the average and for the residual, and one for each sum
     assert counts["launches"]["_decode_levels"] == RANKS * (2 * RANKS + 1)
     assert counts["launches"]["_quantise"] == RANKS * RANKS
 

@@ -1,4 +1,4 @@
-"""Units of parameters, and the shares of k that they get."""
+"""Test units of parameters, and their shares of k."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ AT = [1, 10, 100, 1000]
 
 
 def filled(k, sizes):
-    """Return one entry for every unit, and give the rest to the first units that have room."""
+    """Give one entry to every unit, and the rest to the first units that have room."""
     quotas = [1] * len(sizes)
     for i, size in enumerate(sizes):
         quotas[i] += min(size - 1, k - sum(quotas))
@@ -128,7 +128,7 @@ def test_the_first_step_counts_from_an_octave_below_and_later_ones_what_was_coll
 
 
 def test_after_silence_magnitudes_are_looked_for_afresh():
-    """After a step of zeros, shares stay as they were, and the magnitude is forgotten."""
+    """A step of zeros leaves shares unchanged and forgets the magnitude."""
     state = SharesState((30, 70), key=100)
     found = shares.next_shares(state, AT, [[0, 0, 0, 0], [9, 0, 0, 0]], 100, [900, 900], 1)
     assert found == SharesState((30, 70), None)

@@ -1,4 +1,4 @@
-"""Test averages that wait for few ranks or none, with late, stalled and dead ranks and rounded values."""
+"""Test averages that wait for few ranks or none, with late, stalled and dead ranks, and rounding."""
 
 import math
 import random
@@ -40,7 +40,7 @@ def late(world_size, seconds, count=1, seed=0):
 
 
 def train(make, steps, delay, seen=None):
-    """Return a program that trains: every step adds rank + 1 to the model."""
+    """Return a training program in which every step adds rank + 1 to the model."""
 
     async def program(comm):
         averager, vector, step = make(), torch.zeros(6, dtype=torch.float64), 0
@@ -104,7 +104,7 @@ def test_a_stale_model_is_averaged_by_the_letter_of_algorithm_2():
 
 @pytest.mark.parametrize("late_by", [0.0, 0.05, 0.35])
 def test_groups_of_one_are_local_sgd_also_where_ranks_are_late(late_by):
-    """Section 4: with alpha = beta = false, it degrades to local SGD with global period tau."""
+    """Section 4: with alpha = beta = false, WAGMA degrades to local SGD with global period tau."""
     pair = partial(Wagma, group_size=1, sync_period=4), partial(LocalSgd, period=4)
     runs = []
     for make in pair:
@@ -118,7 +118,7 @@ def test_groups_of_one_are_local_sgd_also_where_ranks_are_late(late_by):
 
 
 def test_stale_parts_in_averages_are_counted():
-    """With P = S = 2 and rank 1 late for step 1 by 1.2 steps, it misses the rounds of steps 1 and 2."""
+    """P = S = 2; rank 1 is 1.2 steps late for step 1, and so misses the rounds of steps 1 and 2."""
 
     def delay(step, rank):
         return 0.12 if (step, rank) == (1, 1) else 0.0
@@ -135,7 +135,7 @@ def test_stale_parts_in_averages_are_counted():
 
 
 def test_the_age_of_a_partners_model_is_counted_in_the_askers_steps():
-    """In AD-PSGD, rank 0 is at its step 1 when it answers a rank that asks after its own step 4."""
+    """In AD-PSGD, rank 0 is only at step 1 when it answers a rank that asks after step 4."""
     agent = _PairAgent(torch.zeros(2), seed=0, step=0)
     agent.host = SimpleNamespace(rank=0, world_size=2, send=lambda dest, message: None)
     agent.update(torch.zeros(2), 1, lambda answer: None, ask=True)
@@ -194,7 +194,7 @@ def test_whoever_is_late_nobody_hangs_and_all_end_equal(world_size, seed, second
     delay = late(world_size, seconds, min(2, world_size), seed)
     simulation = simulate(train(lambda: Wagma(sync_period=7), 17, delay), world_size)
     assert all_equal(models(simulation))
-    # nobody adds less than 1 or more than P per step
+    # each rank adds between 1 and P per step
     assert 17 / 3 <= float(models(simulation)[0][0]) <= 17 * world_size
 
 
@@ -351,7 +351,7 @@ def test_the_mean_of_models_and_errors_is_preserved_on_every_step(values, world_
     trained(make, world_size, 12, seen=seen)
     owed = 0
     for step, ranks in seen.items():
-        # all models are fresh, but groups of 3 and of 2 weigh ranks equally only within each group
+        # all models are fresh, but groups of 3 and of 2 weight ranks equally only within each group
         before = sum(mine for mine, _, _ in ranks.values()) + owed
         after = sum(vector for _, vector, _ in ranks.values())
         owed = sum(error for _, _, error in ranks.values())
@@ -435,7 +435,7 @@ def seconds_of(make, world_size=8):
 
 
 def test_whoever_waits_less_ends_earlier():
-    """Two of eight ranks are late per step; allreduce waits for both, a random rank is rarely late."""
+    """Two of eight ranks are late per step: allreduce waits for both; a random rank is rarely late."""
     allreduce, majority = (
         seconds_of(ALL_SCHEMES["allreduce"]),
         seconds_of(SCHEMES["eager, majority"]),
@@ -445,7 +445,7 @@ def test_whoever_waits_less_ends_earlier():
     assert pairs <= solo * 1.01 < majority < 0.75 * allreduce
 
 
-# seconds per step of ranks that starve for a core, in turn or permanently
+# seconds per step of ranks that starve for a core, temporarily or permanently
 STARVED = {
     "three of four": lambda rank, step: 1e-2 * (50 if rank else 1),
     "by turns": lambda rank, step: 1e-2 * (60 if step // 15 % 4 == rank else 1),

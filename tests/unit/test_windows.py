@@ -1,8 +1,8 @@
-"""Without POSIX features, the library works, and starting local ranks fails with a hint at WSL2."""
+"""Test that the library works without POSIX features, and that local ranks fail with a hint at WSL2."""
 
 from tests.fresh import run_python
 
-# other modules are imported first, so that only this library's code misses the removed features
+# import other modules first, so that only this library's code misses the removed features
 TAKEN_AWAY = """
 import contextlib, multiprocessing.connection, multiprocessing.context, os, signal, socket
 import subprocess, sys

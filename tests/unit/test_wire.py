@@ -1,4 +1,4 @@
-"""Test laws that all wire formats obey: literal bytes, round trips, sizes, refusals by the sender."""
+"""Test all wire formats: literal bytes, round trips, sizes, and refusals by the sender."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(cod
 
 
 def sent(codec, indices, values, size, dtype=torch.float32):
-    """A vector that the codec takes."""
+    """Return a vector that the codec accepts."""
     sparse = vector(indices, values, size, dtype)
     return sparse if type(codec) in map(type, SPARSE) else DenseVector(sparse.to_dense())
 

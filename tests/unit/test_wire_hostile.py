@@ -1,4 +1,4 @@
-"""In every format and backend, hostile bytes are a valid vector or raise WireFormatError."""
+"""Test that hostile bytes decode to a valid vector or raise WireFormatError."""
 
 import struct
 
@@ -173,14 +173,14 @@ def test_broken_messages_are_refused_by_name(name, raw, says, each_backend):
 
 
 def test_a_hostile_count_allocates_nothing():
-    """Comparing lengths refuses 2^32 - 1 entries in 60 bytes before any tensor is made."""
+    """2^32 - 1 entries in 60 bytes are refused by their length, before any tensor is made."""
     raw = packed(form=3, count=MANY, size=1 << 32, body=bytes(44))
     with pytest.raises(WireFormatError, match=LENGTH):
         Packed().decode(uint8(raw), 1 << 32)
 
 
 def outcome(codec, raw, size, backend="torch"):
-    """Return the result of a decoder for the bytes: a checked vector, or the text of its error."""
+    """Decode bytes; return a checked vector, or the text of the error."""
     with using(backend):
         try:
             decoded = codec.decode(uint8(raw), size)

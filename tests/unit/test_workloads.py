@@ -1,4 +1,4 @@
-"""Data and models depend on nothing but their arguments; the small VGG learns the digits."""
+"""Test that data and models depend only on their arguments, and the small VGG learns digits."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Test ZeroMQ between threads: contracts, order, channels, sizes, any source, and all to all."""
+"""Test ZeroMQ between threads: contracts, order, channels, sizes, any source, all-to-all."""
 
 import time
 
@@ -32,7 +32,7 @@ def test_the_contract_of_a_communicator_holds(world_size):
     st.sampled_from([1000, 10_000, 10**9]),
 )
 def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline, zero_copy, piece):
-    """A payload may be sent with the header, separately, in pieces, or from the tensor's memory."""
+    """A payload may be sent with the header, separately, in pieces, or straight from the tensor."""
 
     def content(place, size):
         return torch.arange(place, place + size).to(torch.uint8)
@@ -172,7 +172,7 @@ def test_one_built_over_another_communicator_is_the_same_group():
 def test_ranks_that_meet_over_a_communicator_take_part_in_the_same_collectives(
     at, tmp_path, monkeypatch
 ):
-    """The ranks include some that are given their interface, and some that cannot take part."""
+    """Some ranks are given their interface, and some cannot take part."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
@@ -224,7 +224,7 @@ def test_it_exchanges_messages_with_the_point_to_point_one_and_counts_the_same(
         calls = [comm.alltoallv, lambda *a: Communicator.alltoallv(comm, *a)]
         counted = []
         for call in calls if rank % 2 else reversed(calls):
-            # rank 0 has 0 bytes for all; with a fixed length, no message is sent
+            # rank 0 has 0 bytes for every rank; with a fixed length, no message is sent
             payloads = [payload(rank, 0) for _ in everyone]
             capacities = [10_000 * source for source in everyone]
             received = run(call(payloads, capacities, "p", framing))

@@ -1,4 +1,4 @@
-"""Encryption admits only holders of a listed key, under their own name; eavesdroppers read nothing."""
+"""Test that only holders of listed keys get in, as themselves, and eavesdroppers read nothing."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_a_rank_cannot_pose_as_another(keys):
 
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_a_connection_that_broke_may_mean_that_bytes_were_changed_if_it_has_keys(keys, encrypted):
-    """ZeroMQ may report only that the connection ended, or report that first, as for a rank's end."""
+    """ZeroMQ may report only, or first, that the connection ended, as if the rank had ended."""
 
     def program(comm):
         run(comm.barrier())
@@ -158,7 +158,7 @@ def test_secret_keys_are_for_their_owner_alone(tmp_path):
 
 
 def test_secret_keys_are_for_their_owner_alone_while_they_are_written(tmp_path, monkeypatch):
-    """This holds even in a folder that is open to others, and with any umask."""
+    """Even in a folder open to others, and with any umask."""
     modes, create = [], zmq.auth.create_certificates
 
     def watched(directory, name):

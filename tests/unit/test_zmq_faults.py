@@ -1,4 +1,4 @@
-"""Ranks disagree, stop, die or are slow; every fault is an error that names rank, phase and step."""
+"""Test that ranks that disagree, stop, die or lag cause errors that name rank, phase and step."""
 
 import gc
 import threading
@@ -207,7 +207,7 @@ def test_the_last_messages_are_delivered_after_close(monkeypatch):
 
 @pytest.mark.parametrize("held", [0.0, 2.0])
 def test_the_last_messages_are_delivered_after_abort_to_a_peer_that_stood_still(held, monkeypatch):
-    """Closing waits longer for them than for the thread whose waits end, and no longer than needed."""
+    """Closing waits longer for messages than for the aborted thread, but no longer than needed."""
 
     def program(comm):
         if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""Bytes at the port that are not the group's messages are dropped and counted; nothing hangs."""
+"""Test that foreign bytes at the port are dropped and counted, and nothing hangs."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""Ports that cannot be reached are named in time, and strangers at a port cost the group nothing."""
+"""Test that unreachable ports are named in time, and strangers at a port cost the group nothing."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ ELSEWHERE = "127.0.0.9"
 
 
 def errors_of(program, options_of, world_size=2, **options):
-    """Run a program on every rank with its own options; return the errors and how long it took."""
+    """Run a program with options per rank; return the errors, and the seconds taken."""
     store, began = HashStore(), time.monotonic()
 
     def rank(number):
@@ -137,7 +137,7 @@ def test_too_few_descriptors_are_refused_before_a_socket_is_opened():
 
 
 def test_parts_of_a_stranger_are_not_taken_in():
-    """By itself, ZeroMQ would collect all parts of a message before handing over the first."""
+    """By default, ZeroMQ would collect all parts of a message before it delivers the first."""
 
     def program(comm):
         exchange(comm)
@@ -247,8 +247,8 @@ def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path, reads):
         if change.is_set() and len(data) > 1000 and not changed.is_set():
             changed.set()
             data = bytearray(data)
-            # Change the payload rather than the end of the read, which may be a heartbeat.  A
-            # changed length would show only when more bytes come.
+            # Change the payload, because the end of the read may be a heartbeat.  A changed length
+            # would be noticed only when more bytes arrive.
             data[len(data) // 2] ^= 1
         return data
 

@@ -1,4 +1,4 @@
-"""Groups change over ZeroMQ while sockets persist: ranks join, leave and return."""
+"""Test groups that change over ZeroMQ while sockets persist: ranks join, leave and return."""
 
 import threading
 import time
@@ -124,7 +124,7 @@ def test_too_many_early_messages_are_dropped_and_counted(members, monkeypatch):
 
 
 def test_who_gives_up_lets_nobody_wait(members):
-    """No rank waits for one that gave up, nor for live ranks that may be waiting for it."""
+    """No rank waits for a rank that gave up, or for live ranks that may be waiting for it."""
     _, group = members
     failed = threading.Barrier(3, timeout=5)
 

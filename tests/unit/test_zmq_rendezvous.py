@@ -1,4 +1,4 @@
-"""The rendezvous of the ZeroMQ transport, and its refusals."""
+"""Test the rendezvous of the ZeroMQ transport, and its refusals."""
 
 import os
 import socket
@@ -124,7 +124,7 @@ def card(address, families="46", network="a", advertised=False):
         ),
         ([card("tcp://172.17.0.1:1"), card("tcp://172.17.0.1:2", network="b")], "1 same 0"),
         ([card("tcp://127.0.0.1:1"), card("tcp://127.0.0.1:2", network="b")], "0 loopback 1"),
-        # what ranks can reach: on one network, of several families, behind a router
+        # addresses that ranks can reach: on one network, of several families, behind a router
         ([card("tcp://127.0.0.1:1", ""), card("tcp://127.0.0.1:2", "")], ""),
         ([card("tcp://10.0.0.1:1", "4"), card("tcp://[fd00::2]:1", "4")], ""),
         ([card("tcp://10.0.0.1:1"), card("tcp://[fd00::2]:1", network="b")], ""),

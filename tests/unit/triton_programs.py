@@ -1,14 +1,14 @@
 """Compile every kernel for a GPU with Triton's own assembler, without a GPU or a driver.
 
-This is a separate program, because a process either compiles kernels or interprets them. It imports
-Triton only when it runs, because collecting tests imports this file everywhere.
+This is a separate program, because a process either compiles kernels or interprets them. Triton is
+imported only when the program runs, because test collection imports this file everywhere.
 """
 
 import argparse
 import importlib
 
 B = 2048
-# the arguments of each kernel, in the order of its parameters; a number is a compile-time constant
+# each kernel's arguments, in the order of its parameters; numbers are compile-time constants
 SIGNATURES = {
     "_swap_accumulate": ("*fp32", "*fp32", "*i32", "i32", "i32", B, 1),
     "_count_above": ("*i32", "*i32", "i32", "i32", B),
@@ -39,7 +39,7 @@ SIGNATURES = {
 
 
 def compiled(kernel, types, capability):
-    """Return a kernel's PTX, after assembling machine code from it."""
+    """Compile a kernel to machine code; return its PTX."""
     compiler = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
     named = dict(zip(kernel.arg_names, types, strict=True))
@@ -54,7 +54,7 @@ def compiled(kernel, types, capability):
 
 
 def forms_of(types):
-    """Return forms with 32-bit and 64-bit lengths, and with length 1, which Triton makes a constant."""
+    """Return variants with 32-bit and 64-bit lengths, and with length 1, which becomes a constant."""
     return [tuple(length if t == "i32" else t for t in types) for length in ("i32", "i64", 1)]
 
 
@@ -81,8 +81,7 @@ def main():
     for kernel, types in SIGNATURES.items():
         for form in forms_of(types):
             ptx = compiled(found[kernel], form, capability)
-            # flushed denormals, approximate division or contraction would change bits of the
-            # results
+            # flushed denormals, approximate division or contraction would change bits of the result
             wrong = [word for word in ("ftz", "div.full", "div.approx", "fma") if word in ptx]
             assert not wrong, f"{kernel} uses {wrong}"
 

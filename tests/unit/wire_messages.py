@@ -25,13 +25,13 @@ def vector(indices, values, size, dtype=torch.float32) -> SparseVector:
 
 
 def using(backend: str):
-    """Make the dispatcher choose this backend; by itself, it chooses the fastest for float32 on CPUs."""
+    """Make the dispatcher choose this backend; by default, it chooses the fastest for float32 on CPUs."""
     return mock.patch.object(native, "chosen", return_value=backend)
 
 
 @st.composite
 def packable(draw, max_nnz: int = 40):
-    """Draw vectors of any density, in regions of up to 2^32 elements, with every kind of float."""
+    """Draw vectors with any density and every kind of float, in regions of up to 2^32 elements."""
     nnz = draw(st.integers(0, max_nnz))
     size = draw(st.one_of(st.integers(nnz, 2 * nnz + 9), st.integers(nnz, 1 << 32)))
     edges = st.one_of(st.integers(0, max(size - 1, 0)), st.sampled_from([0, max(size - 1, 0)]))
@@ -51,13 +51,13 @@ def uint8(raw: bytes) -> torch.Tensor:
 
 
 def rounded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    """Return a dense vector as it arrives."""
+    """Return a dense vector after a round trip."""
     return codec.encode(DenseVector(values)).decoded.values
 
 
 @st.composite
 def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, LloydMax)):
-    """A codec with any settings, and a vector that it accepts."""
+    """Draw a codec with any settings, and a vector that it accepts."""
     make, sparse = draw(st.sampled_from(codecs)), draw(packable())
     block = draw(st.sampled_from([1, 3, 8, 256]))
     if make is Packed:
@@ -80,7 +80,7 @@ def messages(draw, codecs=(Coo, Whole, Packed, Qsgd, SparseQsgd, SignMean, Lloyd
 
 
 def receiver_of(codec: Codec) -> Codec:
-    """Return a codec with other settings, if messages carry the settings of their sender."""
+    """Return a codec with other settings, if messages carry their sender's settings."""
     if isinstance(codec, SignMean):
         return SignMean("coo" if codec.indices == "packed" else "packed", codec.layers)
     return type(codec)()

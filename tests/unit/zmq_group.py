@@ -36,7 +36,7 @@ def together(program, world_size, **options):
 
 @contextlib.contextmanager
 def forwarded(outside, inside, ports, change=lambda data: data):
-    """Forward an address to the same ports of another, as a router would, after changing the bytes."""
+    """Forward an address to the same ports of another, as a router would, and change the bytes."""
 
     def accept(listener):
         with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ def fails(kind, operation):
 
 
 def exchange(comm):
-    """Send a byte to the other rank of two and receive its own."""
+    """Send a byte to the other of two ranks, and receive one from it."""
     receiving = comm.irecv(1 - comm.rank, 1, "well", RAW)
     comm.isend(message(comm.rank), 1 - comm.rank, "well", RAW).wait()
     receiving.wait()

@@ -1,8 +1,9 @@
 """Optimizers for comparison: Ok-Topk's Algorithm 2 verbatim, and variants of sparse Adam.
 
-``attach`` sees gradients, so its residual is in gradient space and stays valid when the learning rate
-changes.  In update space the *update* ``lr * gradient`` is accumulated and exchanged (Ok-Topk, Algorithm
-2): mass in the residual is scaled by the learning rate of the step that contributed it.
+``attach`` sees gradients, so its residual is in gradient space and stays valid when the learning
+rate changes. Here, ranks accumulate and exchange the *update* ``lr * gradient`` (update space;
+Ok-Topk, Algorithm 2), so the residual is scaled by the learning rate of the step that contributed
+to it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SecondMoment = Literal["local", "frozen", "refreshed"]
 
 @final
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW on local gradients; it estimates the second moment of their average over P ranks.
+    """AdamW on local gradients, with an estimate of the second moment of their average over P ranks.
 
     ::
 
@@ -83,7 +84,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, 
 
 
 class UpdateSpace(torch.optim.Optimizer):
-    """An optimizer whose updates are accumulated, exchanged and subtracted; see ``UpdateSpaceSGD``."""
+    """An optimizer that accumulates, exchanges and subtracts updates; see ``UpdateSpaceSGD``."""
 
     def __init__(
         self,
@@ -129,10 +130,10 @@ class UpdateSpace(torch.optim.Optimizer):
 
     @abstractmethod
     def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
-        """Write the amount to subtract from a parameter that has a gradient; ``update`` is 1-D."""
+        """Write a parameter's update, i.e. the amount to subtract, into the 1-D tensor ``update``."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse parameters that are added after the units were agreed on."""
+        """Refuse new parameters once the ranks have agreed on the units."""
         if hasattr(self, "reducer"):
             raise ConfigurationError(
                 f"{type(self).__name__} exchanges the parameters that it was built with; "
@@ -142,7 +143,7 @@ class UpdateSpace(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse a GradScaler, which reads this: an overflow would skip the step on one rank only."""
+        """Refuse a GradScaler, which reads this attribute and could skip the step on one rank only."""
         raise ConfigurationError(
             f"{type(self).__name__} does not support a GradScaler: a rank that skipped its step "
             "would leave the others waiting; use bfloat16 autocast, which needs none, or "
@@ -151,7 +152,7 @@ class UpdateSpace(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Apply one exchanged update; blocks until it has arrived."""
+        """Exchange one update, wait for the result, and apply it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -175,7 +176,7 @@ class UpdateSpace(torch.optim.Optimizer):
         return loss
 
     def _apply_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
-        """Subtract the exchanged update, the same on all ranks."""
+        """Subtract the exchanged update, which is the same on all ranks."""
         parameter.sub_(update)
 
     def _updates(self, unit: Unit, groups: Mapping[Tensor, dict[str, Any]]) -> Tensor:
@@ -193,7 +194,7 @@ class UpdateSpace(torch.optim.Optimizer):
         return flat
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: steps, bytes per step and phase, residual norms."""
+        """Return steps, bytes per step and phase, and residual norms as plain numbers."""
         return reducer_stats(self.reducer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,7 +202,7 @@ class UpdateSpace(torch.optim.Optimizer):
         return sealed("optimizer", {**super().state_dict(), "reducer": reducer_state(self.reducer)})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits, without changing anything."""
+        """Check locally that a saved state fits, without changing anything."""
         content = Fields({"state": Mapping, "param_groups": list, "reducer": object})
         return parse_state(self.reducer, opened(state, "optimizer", content)["reducer"])
 
@@ -228,17 +229,17 @@ class UpdateSpaceSGD(UpdateSpace):
         residual = acc outside indexes            line 6
         w = w - u / P                             line 7
 
-    The model is equal on all ranks; schedulers may change ``lr`` between steps.  ``options`` are
-    density (k / n), comm, unit_bytes and compress as in ``sparsync.attach``; all others are options
-    of the preset.
+    The model must be equal on all ranks; schedulers may change ``lr`` between steps.  ``options``
+    are density (k / n), comm, unit_bytes and compress as in ``sparsync.attach``; all others are
+    options of the preset.
 
     Raises:
-        ConfigurationError: the module is DDP's, lr < 0, the density is bad, or an algorithm or
-            option unknown.
+        ConfigurationError: the module is DDP's, lr < 0, the density is out of range, or an
+            algorithm or option is unknown.
         NonFiniteGradientError: from ``step``; parameters and residuals are unchanged.
 
-    State: the reducer's, together with torch's in ``state_dict()``; one per rank.
-    Differs from the paper: any preset, not only Ok-Topk; "sparcml" gives SparCML's Algorithm 1 verbatim,
+    State: the reducer's and torch's, per rank, in ``state_dict()``.
+    Differs from the paper: accepts any preset. "sparcml" gives SparCML's Algorithm 1 verbatim,
     which applies the sum instead of the mean.
 
     Example:
@@ -271,23 +272,22 @@ class UpdateSpaceAdamW(UpdateSpace):
         w = (1 - lr weight_decay) w - mean of the delivered entries
 
     Args:
-        model: as for ``UpdateSpaceSGD``, as are lr, algorithm and options.
+        model: as for ``UpdateSpaceSGD``; so are ``lr``, ``algorithm`` and ``options``.
         betas: b1 and b2.
-        eps: the number added to the square root.
+        eps: number added to the square root.
         weight_decay: decoupled, applied equally on all ranks.
-        second_moment: "local"; or "frozen", i.e. averaged over ranks after the warm-up and then
-            kept (the idea of 1-bit Adam; an element without a moment gets its tensor's mean); or
-            "refreshed", i.e. averaged after the warm-up and every ``refresh_period`` steps, and
-            local in between.
+        second_moment: "local"; "frozen": averaged over ranks after the warm-up and then kept, as
+            in 1-bit Adam (an element without a moment gets its tensor's mean); or "refreshed":
+            averaged after the warm-up and every ``refresh_period`` steps, and local in between.
         refresh_period: steps between averages; each is a dense allreduce of n elements.
-        warmup_steps: the first steps are exchanged dense.
+        warmup_steps: number of first steps that are exchanged dense.
 
     Raises:
-        ConfigurationError: bad arguments; "frozen" without a warm-up.
-        NonFiniteGradientError: from ``step``; parameters and residuals are unchanged, and so are the
-            moments of a parameter whose local gradient was not finite.
+        ConfigurationError: an argument is invalid, or "frozen" has no warm-up.
+        NonFiniteGradientError: from ``step``; parameters and residuals are unchanged, as are the
+            moments of parameters whose local gradient was not finite.
 
-    State: torch's (local moments), and the reducer's.   Differs from the paper: Ok-Topk exchanges
+    State: torch's (local moments) and the reducer's.   Differs from the paper: Ok-Topk exchanges
     gradients under Adam.
 
     Example:
@@ -331,7 +331,7 @@ class UpdateSpaceAdamW(UpdateSpace):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Apply one exchanged update; average the second moment when this is due."""
+        """Exchange and apply one update; average the second moment when this is due."""
         loss = super().step(closure)
         warmup = self.reducer.plan.warmup
         since = self.reducer.step - (warmup.steps if warmup else 0)
@@ -345,7 +345,7 @@ class UpdateSpaceAdamW(UpdateSpace):
         return loss
 
     def _average_second_moments(self) -> None:
-        """Average second moments over ranks, parameter by parameter, in the same order on all ranks."""
+        """Average second moments over ranks, one parameter at a time, in the same order on all ranks."""
         comm, frozen = self.reducer.comm, self.second_moment == "frozen"
         beta2 = self.param_groups[0]["betas"][1]
         for unit in self.reducer.units:

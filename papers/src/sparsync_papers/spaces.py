@@ -1,4 +1,4 @@
-"""The spaces that the papers add to ``sparsync train --space``: updates, and local progress."""
+"""Values that this package adds to ``sparsync train --space``: updates, and local progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Local", "Updates"]
 
 @final
 class Updates(Exchange):
-    """``UpdateSpaceSGD`` or ``UpdateSpaceAdamW``."""
+    """Exchanges updates by ``UpdateSpaceSGD`` or ``UpdateSpaceAdamW``."""
 
     def __init__(self, settings: TrainSettings, algorithm: Algorithm, model: nn.Module) -> None:
         lr, comm = settings.lr, settings.connect()
@@ -53,7 +53,7 @@ class Updates(Exchange):
 
 @final
 class Local(Exchange):
-    """Progress of each rank's own weights, by ``OuterAverager``; the residual stays in them."""
+    """Exchanges each rank's local progress by ``OuterAverager``; the weights keep the residual."""
 
     def __init__(self, settings: TrainSettings, algorithm: Algorithm, model: nn.Module) -> None:
         comm, decay = settings.connect(), settings.weight_decay

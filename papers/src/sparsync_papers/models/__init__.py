@@ -1,6 +1,6 @@
-"""The models of the papers, each with the number of parameters that its paper states.
+"""The papers' models, each with the parameter count that its paper states.
 
-On the meta device they cost no memory:
+On the meta device, they take no memory:
 
     >>> import torch
     >>> with torch.device("meta"):
@@ -35,7 +35,7 @@ __all__ = ["MODELS", "PaperModel", "parameter_count"]
 
 
 class PaperModel(NamedTuple):
-    """A model as a paper uses it."""
+    """A paper's model, with the facts that the paper states about it."""
 
     build: Callable[..., nn.Module]  # builds the model, without arguments in the paper's size
     parameters: int  # number of learnable parameters

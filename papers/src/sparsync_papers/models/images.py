@@ -1,9 +1,9 @@
 """Image classifiers: AlexNet, VGG-16 and residual networks.
 
-They map images `[batch, 3, height, width]`, ``float32``, to logits `[batch, classes]`.  Images have
-32 x 32 pixels for CIFAR-10 and 224 x 224 for ImageNet, whose networks pool other sizes to the input
-size of their last layers. ``width`` is the number of channels of the first stage, to which all
-others are proportional.
+They map images `[batch, 3, height, width]`, ``float32``, to logits `[batch, classes]`.  Images
+have 32 x 32 pixels for CIFAR-10 and 224 x 224 for ImageNet; ImageNet's networks also accept other
+sizes, which they pool to the input size of their last layers. ``width`` is the number of channels
+of the first stage; the other stages scale with it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# the stages of VGG: channels in multiples of the width, and the number of convolutions
+# VGG's stages: channels as multiples of the width, and the number of convolutions
 _STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
 
 
 class ImageClassifier(nn.Module):
-    """A network for the features of an image, and a fully connected layer for the logits of classes."""
+    """A network that extracts features of an image, and a fully connected layer that classifies them."""
 
     def __init__(self, features: nn.Module, head: nn.Linear) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ def he_(module: nn.Module) -> None:
     """Initialise the weights in place, for ReLUs.
 
     Convolutions are normal with variance 2 / (outputs to which an input contributes) (He et al.
-    2015). Fully connected layers are normal with deviation 0.01, and their biases 0. Norms are 1
-    and 0, as in torch.
+    2015). Fully connected layers are normal with standard deviation 0.01, and their biases are 0.
+    Normalisation layers have weight 1 and bias 0, as in torch.
 
     References: He et al., `Delving Deep into Rectifiers <https://arxiv.org/abs/1502.01852>`_, 2015;
     Goyal et al., `Accurate, Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
@@ -54,13 +54,13 @@ def he_(module: nn.Module) -> None:
 def alexnet(
     *, width: int = 64, hidden: int = 4096, classes: int = 1000, dropout: float = 0.5
 ) -> ImageClassifier:
-    """Build the AlexNet of RedSync (Table 1, "233 MB"): 61,100,840 parameters are 233 MiB.
+    """Build the AlexNet of RedSync (Table 1, "233 MB") with 61,100,840 parameters, i.e. 233 MiB.
 
-    Images must have 63 x 63 pixels or more.
+    Images must have at least 63 x 63 pixels.
 
     Free choices: the network has one column, without response normalisation (Krizhevsky 2014), as
-    is usual in PyTorch, which RedSync used. The stated size would also fit the two columns of 2012
-    (60,965,224 parameters).
+    is usual in PyTorch, which RedSync used. The stated size would also fit the two-column network
+    of 2012 (60,965,224 parameters).
 
 
     References: Krizhevsky, `One Weird Trick for Parallelizing Convolutional Neural Networks
@@ -108,9 +108,9 @@ def vgg16_cifar10(*, width: int = 64, classes: int = 10) -> ImageClassifier:
 def vgg16_imagenet(
     *, width: int = 64, hidden: int = 4096, classes: int = 1000, dropout: float = 0.5
 ) -> ImageClassifier:
-    """Build the VGG-16 of RedSync (Table 1, "528 MB"): 138,357,544 parameters are 528 MiB.
+    """Build the VGG-16 of RedSync (Table 1, "528 MB") with 138,357,544 parameters, i.e. 528 MiB.
 
-    Free choices: there is no batch normalisation, as published.
+    Free choices: there is no batch normalisation, as in the VGG paper.
 
     References: see ``vgg16_cifar10``.
     """
@@ -144,7 +144,7 @@ def _convolutions(width: int, *, normalised: bool) -> list[nn.Module]:
 
 
 class _Residual(nn.Module):
-    """A block ``relu(body(x) + shortcut(x))`` of two 3x3 convolutions, or with a bottleneck of three."""
+    """A block ``relu(body(x) + shortcut(x))``: two 3x3 convolutions, or a bottleneck of three."""
 
     def __init__(self, before: int, width: int, *, stride: int, bottleneck: bool) -> None:
         super().__init__()
@@ -167,12 +167,12 @@ class _Residual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same number of images, with the channels and the stride of the block."""
+        """Apply the block; images get its number of channels and are reduced by its stride."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
 def _stages(width: int, depths: Sequence[int], *, bottleneck: bool = False) -> nn.Sequential:
-    """Build all blocks: each stage after the first doubles the width and halves the images."""
+    """Build all blocks; each stage after the first doubles the width and halves the image size."""
     blocks, before = [], width
     for stage, depth in enumerate(depths):
         inner = width << stage
@@ -211,9 +211,9 @@ def resnet50(*, width: int = 64, classes: int = 1001) -> ImageClassifier:
     It is also the ResNet-50 of RedSync (Table 1: "103 MB"; here 102.2, or 102.4 with the statistics
     of batch normalisation) and SparCML (section 8.4: "approximately 25 million").
 
-    Free choices: there are 1,001 classes, that is 1,000 and "background" (class 0 or the last,
-    never a target), as is usual in TensorFlow; only this gives WAGMA's count. With ``classes=1000``
-    there are 25,557,032 parameters. In a bottleneck that halves the images, the 3x3 convolution has
+    Free choices: there are 1,001 classes, including "background" (the first or last class, never a
+    target), as is usual in TensorFlow; only this gives WAGMA's count. With ``classes=1000``, there
+    are 25,557,032 parameters. In a bottleneck that halves the image size, the 3x3 convolution has
     the stride.
 
     References: see ``resnet44_cifar10``.
@@ -224,7 +224,7 @@ def resnet50(*, width: int = 64, classes: int = 1001) -> ImageClassifier:
 def resnet18x4(*, width: int = 256, classes: int = 1000) -> ImageClassifier:
     """Build the 4xResNet18 of SparCML (section 8.4): 180,645,096 parameters.
 
-    All widths are four times those of ResNet-18, including that of the first convolution. "More
+    All layers, including the first convolution, are four times as wide as in ResNet-18. "More
     than 2M" of the parameters are in the last layer: 2,048 features and 1,000 classes.
 
     Free choices: the classes are those of ImageNet-1K (Table 3; the text says 11K once).

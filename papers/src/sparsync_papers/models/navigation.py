@@ -1,4 +1,4 @@
-"""The policy of WAGMA-SGD's reinforcement learning (section 5.4), which is DD-PPO's for Habitat."""
+"""The policy that WAGMA-SGD trains by reinforcement learning (section 5.4): DD-PPO's for Habitat."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ State = tuple[Tensor, Tensor]
 
 
 class _Block(nn.Module):
-    """Two convolutions and a shortcut; group normalisation, since workers' batches are small."""
+    """Two convolutions and a shortcut, with group normalisation, because workers' batches are small."""
 
     def __init__(self, inner: int, outer: int, *, stride: int, groups: int) -> None:
         super().__init__()
@@ -42,12 +42,13 @@ class _Block(nn.Module):
 class NavigationPolicy(nn.Module):
     """Build the policy of WAGMA-SGD (section 5.4): 8,476,421 parameters.
 
-    A ResNet-18 of half the usual width sees a depth image.  Two LSTM layers see its features, the goal
-    and the last action.  Two fully connected layers give the logits of the actions, and the value.
+    A ResNet-18 of half the usual width encodes a depth image. Two LSTM layers take these features,
+    the goal and the last action. Two fully connected layers return the action logits and the
+    value.
 
-    Free choices: the paper states the parts and the number of parameters.  The rest is DD-PPO's agent
-    for point goals, which has exactly this number with one channel (depth), four actions and 512 units.
-    With colours and depth it would have 8,481,125.
+    Free choices: the paper states the parts and the parameter count. The rest follows DD-PPO's
+    agent for point goals, which has exactly this count with one channel (depth), four actions and
+    512 units. With colours and depth, it would have 8,481,125.
 
     Args:
         width: channels of the first stage, even.
@@ -98,7 +99,7 @@ class NavigationPolicy(nn.Module):
     def forward(
         self, images: Tensor, goals: Tensor, last: Tensor, state: State | None = None
     ) -> tuple[Tensor, Tensor, State]:
-        """Return logits `[steps, batch, actions]`, values `[steps, batch]`, and the state after them.
+        """Return logits `[steps, batch, actions]`, values `[steps, batch]`, and the final state.
 
         Args:
             images: `[steps, batch, 1, 256, 256]`, ``float32``, depth.

@@ -1,4 +1,4 @@
-"""Recognise speech like Deep Speech 2: by convolutions, LSTM layers, and a letter for every 20 ms."""
+"""Recognise speech as in Deep Speech 2: convolutions, LSTM layers, and a letter for every 20 ms."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from sparsync_papers.models.images import he_
 
 
 class SpeechLstm(nn.Module):
-    """Two convolutions, LSTM layers with batch normalisation between them, a lookahead, and letters.
+    """Two convolutions, LSTM layers with batch normalisation between them, a lookahead, and a head.
 
     This is the speech recogniser of Ok-Topk (Table 2, "LSTM") with 27,569,568 parameters.  It maps
     spectrograms `[batch, 1, 161, frames]`, ``float32``, to logits `[batch, (frames + 1) // 2, 29]`.
 
-    Free choices: the structure is that of Deep Speech 2 in one direction; the LSTM's layers have
-    torch's two biases; the lookahead covers 20 positions, with a weight per position and feature;
-    the last layer has no bias. These choices give the count. Initial weights are those of ``he_``
-    for convolutions and the last layer, and torch's own uniform ones for the LSTM and the
-    lookahead.
+    Free choices: the structure is Deep Speech 2 in one direction. LSTM layers have torch's two
+    biases, the lookahead covers 20 positions with a weight per position and feature, and the last
+    layer has no bias. These choices give the count. Convolutions and the last layer are
+    initialised by ``he_``; the LSTM and the lookahead keep torch's uniform initial weights.
 
     Differs from the paper: padding after the end of an utterance is treated as silence instead of
-    being masked, which affects at most the last 27 positions, and the statistics of batch
-    normalisation.
+    being masked. This affects the statistics of batch normalisation and at most the last 27
+    positions.
 
     Raises:
         ConfigurationError: ``bins`` is less than 41.
@@ -67,7 +66,7 @@ class SpeechLstm(nn.Module):
         he_(self)
 
     def forward(self, spectrograms: Tensor) -> Tensor:
-        """Return logits for CTC, for ``positions(frames)`` positions."""
+        """Return the logits for CTC at ``positions(frames)`` positions."""
         heard = self.convolutions(spectrograms).flatten(1, 2)  # [batch, channels, positions]
         *between, last = self.norms
         for layer, lstm in enumerate(self.lstms):

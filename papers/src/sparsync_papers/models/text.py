@@ -1,4 +1,4 @@
-"""Models of text: a language model, translators, BERT."""
+"""Text models: a language model, two translators, and BERT."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ _EPSILON = 1e-12  # epsilon of BERT's layer normalisation (Devlin et al., publis
 class LstmLanguageModel(nn.Module):
     """Predicts the next word; embedding and output layer are not tied.
 
-    This is the LSTM of RedSync (section 6.2 and Table 1).  It has 66,034,000 parameters with the
-    10,000 words of the Penn Treebank ("264 MB"), and 135,891,278 with the 33,278 words of
-    WikiText-2 ("543 MB").  It maps tokens `[batch, positions]`, ``int64``, to logits `[batch,
-    positions, vocabulary]`.
+        This is the LSTM of RedSync (section 6.2 and Table 1).  It has 66,034,000 parameters with the
+        10,000 words of the Penn Treebank ("264 MB"), and 135,891,278 with the 33,278 words of
+        WikiText-2 ("543 MB").  It maps tokens `[batch, positions]`, ``int64``, to logits `[batch,
+        positions, vocabulary]`.
 
-    Free choices: each gate has torch's two biases, and embeddings are as wide as the layers, which
-    both sizes of Table 1 require. Initial weights are uniform within 0.1 for the embedding and the
-    output layer, whose bias is 0; the LSTM has torch's own, uniform within 1 / sqrt(``width``) =
-    0.026.
+        Free choices: each gate has torch's two biases, and embeddings are as wide as the layers, which
+        both sizes of Table 1 require. Initial weights are uniform within 0.1 for the embedding and the
+        output layer, whose bias is 0. The LSTM keeps torch's initial weights, which are uniform within
+        1 / sqrt(``width``) = 0.026.
 
-    Differs from the paper: every window starts from a state of zeros.
+        Differs from the paper: every window starts from a zero state. ``dropout`` is applied before,
+    between and after the layers (as in the large network of Zaremba
+        et al.; RedSync names no dropout).
 
-    ``dropout`` is applied before, between and after the layers (as in the large network of Zaremba
-    et al.; RedSync names no dropout).
-
-    References: Press & Wolf, `Using the Output Embedding to Improve Language Models
-    <https://arxiv.org/abs/1608.05859>`_, 2016; Zaremba et al., `Recurrent Neural Network
-    Regularization <https://arxiv.org/abs/1409.2329>`_, 2014.
+        References: Press & Wolf, `Using the Output Embedding to Improve Language Models
+        <https://arxiv.org/abs/1608.05859>`_, 2016; Zaremba et al., `Recurrent Neural Network
+        Regularization <https://arxiv.org/abs/1409.2329>`_, 2014.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class EncoderDecoder(nn.Module):
     positions, target_vocabulary]`.
 
     It has 19,821,440 parameters for ATIS, with CNTK's 944 words and padding, 127 labels and a
-    start; and 88,048,944 for Hansards, with 30,000 words of each language (its size is not
-    published).
+    start token. For Hansards, with 30,000 words of each language, it has 88,048,944 (the paper
+    states no size).
 
     Free choices: a width of 768, which gives ATIS 19.8 M parameters and 79 MB ("approximately 20M",
     "80 MB"), and no attention.  Otherwise, SparCML names CNTK's defaults.  Initial weights are
@@ -108,16 +107,16 @@ class EncoderDecoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder of one sentence and a decoder of another, with one table of embeddings.
+    """An encoder of one sentence and a decoder of another, which share one embedding table.
 
     This is the "standard-sized" Transformer of WAGMA (section 5.3), with 61,362,176 parameters.  It
     maps pairs of tokens `[batch, positions]`, ``int64``, to logits `[batch, target positions,
     vocabulary]`.
 
-    Free choices: both languages share a vocabulary of 33,708 subwords, and one table with the
-    output; attention has no biases; the input of every part is normalised, and the output once at
-    the end (as in TensorFlow's reference model). These choices give the count. Initial weights are
-    Glorot's uniform ones; embeddings are normal with variance 1 / ``width``.
+    Free choices: both languages share a vocabulary of 33,708 subwords, and their embedding table
+    is also the output layer. Attention has no biases. Normalisation comes before every part and
+    once at the end, as in TensorFlow's reference model. These choices give the count. Initial
+    weights are Glorot uniform; embeddings are normal with variance 1 / ``width``.
 
     Raises:
         ConfigurationError: ``width`` is odd.
@@ -196,18 +195,18 @@ def _sinusoids(positions: int, width: int, device: torch.device) -> Tensor:
 
 
 class Bert(nn.Module):
-    """Embeddings, blocks, a head for masked words, and a head for "is this the next sentence?".
+    """Embeddings, blocks, a head for masked words, and a head for next-sentence prediction.
 
     This is the BERT of Ok-Topk (Table 2), i.e. BERT-base for pre-training, with 133,547,324
     parameters.  It maps tokens and segments `[batch, positions]`, ``int64``, to the logits of the
     masked words `[batch, positions, vocabulary]` and of the next sentence `[batch, 2]`; both losses
     are added.
 
-    Free choices: the vocabulary is the uncased one, and the output layer is separate; tied to the
-    embedding, as BERT was published, the count would be 110,106,428. Initial weights are normal
-    with deviation 0.02, and biases 0, as is usual in PyTorch (BERT's own are cut at 0.04, which
-    takes half a minute to draw). PyTorch's block has one more dropout, between its two linear
-    layers.
+    Free choices: the vocabulary is the uncased one, and the output layer is separate. With the
+    output layer tied to the embedding, as in the BERT paper, the count would be 110,106,428.
+    Initial weights are normal with standard deviation 0.02, and biases are 0, as is usual in
+    PyTorch (BERT truncates at 0.04, which takes half a minute to draw). PyTorch's block has one
+    more dropout, between its two linear layers.
 
     References: Devlin et al., `BERT <https://arxiv.org/abs/1810.04805>`_, 2018.
     """

@@ -6,7 +6,7 @@
                                   |
         report: console, CSV, JSON, PNG, and one page of all
 
-A new artifact is a function with the decorator ``artifact``; ``catalogue`` names its module.
+To add an artifact, decorate a function with ``artifact`` and list its module in ``catalogue``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 Points = Sequence[tuple[float | str, float]]
 
-# networks that the papers name; their numbers are assumed, because the papers give none
+# networks that the papers name; the papers state no numbers, so these are assumed
 ARIES = Links(alpha=1.5e-6, beta=1e-10)  # assumed: a supercomputer's MPI, 10 GB/s
 GIGE = Links(alpha=50e-6, beta=8e-9)  # assumed: 1 Gbit/s
 
@@ -40,13 +40,13 @@ def _nothing(total: int | None) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings for running an artifact."""
+    """Settings with which an artifact runs."""
 
     seed: int = 0  # seed of models, data and inputs
     quick: bool = False  # scaled down to run in seconds, to test the code rather than the paper
     steps: int | None = None  # of each training run; None: the artifact's own number
     seeds: int | None = None  # number of runs, from ``seed`` on; None: the artifact's own number
-    # called after each piece of work with the total number of pieces
+    # called after each piece of work, with the total number of pieces
     advance: Callable[[int | None], None] = _nothing
 
     def pick(self, whole: T, quick: T) -> T:
@@ -63,7 +63,7 @@ class Settings:
         return self.steps or self.pick(whole, quick)
 
     def seeds_or(self, whole: int) -> range:
-        """Return as many seeds as requested, else as given, or a single seed in a quick run.
+        """Return the requested number of seeds, by default ``whole``, or one in a quick run.
 
         Example:
             >>> Settings(seed=5, seeds=2).seeds_or(4), Settings(quick=True).seeds_or(4)
@@ -72,7 +72,7 @@ class Settings:
         return range(self.seed, self.seed + (self.seeds or self.pick(whole, 1)))
 
     def track(self, pieces: Iterable[T]) -> Iterator[T]:
-        """Yield the pieces and report progress after each."""
+        """Yield the pieces of work, and report progress after each."""
         pieces = list(pieces)
         for piece in pieces:
             yield piece
@@ -81,7 +81,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A number from a paper's text and this run's number; numbers shown only in plots are not used."""
+    """A number stated in a paper's text, and this run's number."""
 
     what: str  # the quantity
     says: str  # in the paper's words or numbers
@@ -97,18 +97,18 @@ class Comparison:
 
     @property
     def why(self) -> str:
-        """The reason or the remark."""
+        """The reason for a no, or the remark."""
         return self.remark if self.same else self.otherwise
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: curves, or bars in groups or stacks.  ``drawing`` draws it."""
+    """The data of a plot with curves, grouped bars or stacked bars, for ``drawing``."""
 
     title: str  # above it
     x: str  # label of the axis; for bars, the meaning of the groups
     y: str  # label of the axis, with the unit
-    # the values by name: points ``(x, y)`` of a curve, or ``(group, height)`` of bars
+    # values by name: points ``(x, y)`` of a curve, or ``(group, height)`` of bars
     series: Mapping[str, Points]
     kind: Literal["curves", "bars", "stacks"] = "curves"  # of plot
     log: Literal["", "x", "y", "xy"] = ""  # axes that are logarithmic: "", "x", "y" or "xy"
@@ -157,7 +157,7 @@ def artifact(
     trains: bool = False,
     repeats: bool = False,
 ) -> Callable[[Run], Artifact]:
-    """Make an artifact of the function that runs it, whose docstring is the title.
+    """Make an artifact from the function that runs it; the function's docstring is the title.
 
     Example:
         >>> @artifact("oktopk-half", "a half is 0.5", minutes=0.1)
@@ -187,7 +187,7 @@ class Unavailable:
 
 
 class Table(list[Row]):
-    """Rows whose columns can be drawn and compared.
+    """Rows of results, with access by column.
 
     Example:
         >>> table = Table([{"P": 2, "s": 0.5, "of": "a"}, {"P": 2, "s": 0.7, "of": "b"}])
@@ -198,7 +198,7 @@ class Table(list[Row]):
     """
 
     def where(self, cells: Row) -> Table:
-        """Return the rows that have these cells."""
+        """Return the rows that contain these cells."""
         return Table(row for row in self if all(row[key] == v for key, v in cells.items()))
 
     def column(self, key: str) -> list[float]:
@@ -208,14 +208,14 @@ class Table(list[Row]):
         return [float(value or 0) for value in values]
 
     def points(self, x: str, y: str, where: Row | None = None) -> list[tuple[float, float]]:
-        """Return two columns of the rows that have the cells of ``where``."""
+        """Return two columns of the rows that contain the cells of ``where``."""
         rows = self.where(where or {})
         return list(zip(rows.column(x), rows.column(y), strict=True))
 
     def curves(
         self, x: str, y: str, by: str, where: Row | None = None
     ) -> dict[str, list[tuple[float, float]]]:
-        """Return the points of every value of the column ``by``, in the order of the rows."""
+        """Return a curve for every value of the column ``by``, in the order of the rows."""
         rows = self.where(where or {})
         names = dict.fromkeys(row[by] for row in rows)
         return {str(name): rows.points(x, y, {by: name}) for name in names}

@@ -1,4 +1,4 @@
-"""List the artifacts of all modules, and the tables and figures that cannot be reproduced."""
+"""List all artifacts, and the tables and figures that cannot be reproduced."""
 
 from __future__ import annotations
 

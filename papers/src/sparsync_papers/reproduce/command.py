@@ -97,7 +97,7 @@ def command(
 
 
 def _refuse(option: str, wanted: list[Artifact], takes: Callable[[Artifact], bool]) -> None:
-    """Raise an error if the option is not for all artifacts."""
+    """Raise an error if one of the artifacts does not take the option."""
     fixed = [artifact.name for artifact in wanted if not takes(artifact)]
     if fixed:
         takers = ", ".join(artifact.name for artifact in ARTIFACTS if takes(artifact))
@@ -113,7 +113,7 @@ def reproduce(
     draw: bool = False,
     after: Callable[[Finished], None] = lambda finished: None,
 ) -> list[Finished]:
-    """Run artifacts one after the other, on one thread; failures are noted and do not stop them."""
+    """Run artifacts one after the other on one thread; record failures and continue."""
     done, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)  # virtual ranks take turns
     try:
@@ -126,11 +126,10 @@ def reproduce(
 
 
 def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
-    """Return an artifact by its name, in any spelling.
+    """Return an artifact by name, ignoring case and separators.
 
     Raises:
-        ConfigurationError: there is no such artifact; the message lists names with similar
-            spelling.
+        ConfigurationError: there is no such artifact; the message suggests similar names.
 
     Example:
         >>> find("Ok-Topk_Table1").paper

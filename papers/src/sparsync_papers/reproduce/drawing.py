@@ -1,4 +1,4 @@
-"""Draw panels so that they are readable in grey: line styles, markers and hatches differ."""
+"""Draw panels that remain readable in grey: line styles, markers and hatches differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BAR_SPACE = 0.8  # share of the distance between two groups
 
 
 def png(panels: Sequence[Panel], *, dots_per_inch: int = 110) -> bytes:
-    """Draw panels side by side; return the file's content."""
+    """Draw panels side by side; return the content of a PNG file."""
     from matplotlib.figure import Figure  # the object interface: no display, no global state
 
     size = (_WIDTH_INCHES * len(panels), _HEIGHT_INCHES)
@@ -67,7 +67,7 @@ def _curves(axis: Axes, panel: Panel) -> dict[str, Any]:
 
 
 def _bars(axis: Axes, panel: Panel) -> dict[str, Any]:
-    """Draw bars; return that the legend is placed below, because bars leave no room inside."""
+    """Draw bars; return options that place the legend below, because bars leave no room inside."""
     groups = list(dict.fromkeys(x for points in panel.series.values() for x, _ in points))
     bottom = dict.fromkeys(groups, 0.0)
     stacked = panel.kind == "stacks"

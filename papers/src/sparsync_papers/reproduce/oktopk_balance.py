@@ -31,7 +31,7 @@ _STATED = (  # least and most gain
 
 
 def _split_seconds(selected: Sequence[SparseVector], boundaries: Sequence[int]) -> float:
-    """Return the virtual seconds of one split and reduce."""
+    """Return the virtual seconds of one split-and-reduce."""
     most = selected[0].nnz
 
     async def program(comm: SimCommunicator) -> None:
@@ -55,7 +55,7 @@ def _averaged_boundaries(selected: Sequence[SparseVector], size: int) -> list[in
 def gathered(
     counts: Sequence[int], *, balance: bool, links: Links = ARIES
 ) -> Simulation[Vector | None]:
-    """Gather this many entries from each rank, with balancing or by a plain allgatherv."""
+    """Gather the given number of entries from each rank, with balancing or by a plain allgatherv."""
     width = max(*counts, 1)
 
     async def program(comm: SimCommunicator) -> Vector | None:

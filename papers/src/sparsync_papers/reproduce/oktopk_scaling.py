@@ -1,4 +1,4 @@
-"""Simulate Ok-Topk's weak scaling (Figures 8, 10 and 12) with costs fitted to the text at P = 32."""
+"""Simulate Ok-Topk's weak scaling (Figures 8, 10, 12) with costs fitted to its text at P = 32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparsync_papers.reproduce import (
 )
 
 FITTED_RANKS = 32
-# the first three constants, the shares of the models, and gTopk's selections are assumed here
+# assumed: the next three constants, the models' shared entries, and gTopk's selections
 _ALPHA = 50e-6  # s per message: two copies between GPU and host, and a call from Python
 _THRESHOLD = 12 * 4 / 550e9  # s per element: 12 passes at 3/4 of a P100's 732 GB/s
 _BUCKETS = 8  # number of buckets of DenseOvlp
@@ -40,19 +40,19 @@ _FOUND = 0.75  # share of k until which Gaussian-k's threshold is scaled (sectio
 
 @dataclass(frozen=True)
 class Model:
-    """A row of Table 2, with the facts that section 5 states about its training."""
+    """A model of Table 2, with the facts about its training from section 5."""
 
     name: str  # of the model
     size: int  # parameters n
     density: float  # k / n (captions of Figures 8, 10, 12)
     threshold_period: int  # tau' in steps (section 5.2)
-    # the share of entries that all ranks select (assumed, from the fill-in of section 5.2)
+    # share of entries that all ranks select (assumed, from the fill-in of section 5.2)
     shared: float
     ranks: tuple[int, ...]  # world sizes of the figure
 
     @property
     def k(self) -> int:
-        """Entries that a rank selects."""
+        """The number of entries that a rank selects."""
         return round(self.size * self.density)
 
 
@@ -69,27 +69,28 @@ class Scheme:
     name: str  # name in the paper
     form: str  # its row of ``PRESETS``
     make: Callable[[int], Algorithm]  # makes the algorithm, given tau'
-    # the selection: none; by a threshold, with a sort every tau' steps; or by a sort on every step
+    # how entries are selected: a threshold, without or with a sort every tau' steps, or a sort on
+    # every step
     selects: Literal["nothing", "threshold", "reused", "sort"]
     overlap: bool = False  # exchange in buckets, hidden by the backward pass
     found: float = 1.0  # the share of k that it selects
 
     def cost(self, model: Model, ranks: int) -> Cost:
-        """Return messages and bytes of the closed form, as the mean of tau' steps."""
+        """Return the closed form's messages and bytes, averaged over tau' steps."""
         job = Job(model.size, round(self.found * model.k), ranks)
         if self.name != OKTOPK.name:
             cost = resolve(self.form).make_collective().cost(job)
             assert cost is not None
             return cost
-        # there are two phases of k entries: P - 1 messages, 4 at a time, and two allgathers; exact
-        # steps send all sums
+        # Two phases move k entries: P - 1 messages, 4 at a time, and two allgathers.  Exact steps
+        # send all sums.
         messages = math.ceil((ranks - 1) / _WINDOW) + 2 * math.ceil(math.log2(ranks))
         entries = 2 * job.k + job.summed / model.threshold_period
         return Cost(messages, ENTRY_BYTES * entries * job.share)
 
 
 def _as_published(period: int) -> Algorithm:
-    """Return Ok-Topk's phases, with exactly k entries, as its thresholds find (BERT: 1.4 % off)."""
+    """Return Ok-Topk with exactly k entries, which its thresholds nearly find (BERT: 1.4 % off)."""
     return oktopk(
         threshold_period=period,
         boundaries="average",
@@ -127,12 +128,12 @@ SCHEMES = (
 
 @dataclass(frozen=True)
 class Effective:
-    """Seconds per message, byte and element, which include host staging, packing and summing."""
+    """Seconds per message, byte and element, including host staging, packing and summing."""
 
     alpha: float  # per message
     beta: float  # per byte of sparse messages
-    # seconds per byte of dense messages, including copies of all n elements to the host and back,
-    # and sums
+    # seconds per byte of dense messages, including sums and the copies of all n elements to the
+    # host and back
     beta_dense: float
     threshold: float  # per element, to select by a threshold
     sort: float  # per element, to select by PyTorch's ``topk``
@@ -140,11 +141,11 @@ class Effective:
     buckets: int = _BUCKETS  # number of buckets of DenseOvlp
 
     def compute(self, model: Model) -> float:
-        """Return the computation's seconds."""
+        """Return the seconds of computation."""
         return self.computation[_MODELS.index(model)]
 
     def select(self, scheme: Scheme, model: Model) -> float:
-        """Return the seconds per element of the selection, as the mean of tau' steps."""
+        """Return the selection's seconds per element, averaged over tau' steps."""
         return {
             "nothing": 0.0,
             "threshold": self.threshold,
@@ -153,18 +154,18 @@ class Effective:
         }[scheme.selects]
 
     def price(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return seconds per byte of a scheme's messages; mostly filled TopkDSA's count as dense."""
+        """Return the seconds per byte of a scheme's messages; mostly filled ones count as dense."""
         job = Job(model.size, model.k, ranks)
         dense_sum = scheme.form == "topkdsa" and job.summed > job.size / 2
         return self.beta_dense if dense_sum or scheme.selects == "nothing" else self.beta
 
     def hierarchical(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return the time of gTopk's selections, one among n elements per level of its tree."""
+        """Return the seconds of gTopk's selections: one among n elements per level of the tree."""
         levels = math.ceil(math.log2(ranks)) if scheme.name == GTOPK.name else 0
         return levels * self.sort * model.size
 
     def seconds(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return a step's seconds by the closed forms."""
+        """Return the seconds of a step by the closed forms."""
         compute = self.compute(model)
         price = self.price(scheme, model, ranks)
         communication = scheme.cost(model, ranks).seconds(self.alpha, price)
@@ -176,7 +177,7 @@ class Effective:
 
 @dataclass(frozen=True)
 class Statement:
-    """A statement about P = 32 that the fit uses: the ratio of two steps, or the seconds of one."""
+    """A statement about P = 32 that the fit uses: a ratio of two step times, or one step time."""
 
     model: Model  # the model
     scheme: Scheme  # the scheme whose step it states
@@ -184,7 +185,7 @@ class Statement:
     value: float  # the ratio, or seconds
 
     def found(self, seconds: Callable[[Scheme, Model], float]) -> float:
-        """Return the same figure for other step times."""
+        """Return the quantity of this statement for given step times."""
         mine = seconds(self.scheme, self.model)
         return mine / seconds(self.over, self.model) if self.over else mine
 
@@ -207,9 +208,9 @@ def _effective(alpha: float, x: Sequence[float]) -> Effective:
 
 
 def fit(alpha: float = _ALPHA) -> Effective:
-    """Solve for both betas, the sort and three computations; alpha and the threshold are given.
+    """Solve for both betas, the sort and three computation times; alpha and the threshold are given.
 
-    The closed forms are linear in the six numbers if messages bound DenseOvlp.
+    The closed forms are linear in these six numbers as long as messages bound DenseOvlp.
 
     Example:
         >>> fitted = fit()
@@ -217,7 +218,7 @@ def fit(alpha: float = _ALPHA) -> Effective:
         [1.35, 0.55, 0.42]
 
     Raises:
-        ConfigurationError: with this alpha one of the times would be negative.
+        ConfigurationError: one of the times would be negative with this alpha.
     """
 
     def off(x: Sequence[float]) -> list[float]:
@@ -229,7 +230,7 @@ def fit(alpha: float = _ALPHA) -> Effective:
             for s in STATEMENTS
         ]
 
-    # messages bound DenseOvlp where they take this long: one line goes through both points
+    # here, messages are long enough to bound DenseOvlp; both points are on one line
     bound = torch.tensor([0.0, 1e-6, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     units = torch.tensor([1e-9, 1e-9, 1e-9, 1.0, 1.0, 1.0], dtype=torch.float64)
     start = torch.tensor(off(bound.tolist()), dtype=torch.float64)
@@ -260,7 +261,7 @@ _DIFFERS = (
 
 @dataclass(frozen=True)
 class Parts:
-    """The paper's parts of a step in seconds; hidden communication does not count."""
+    """The paper's parts of a step, in seconds; hidden communication does not count."""
 
     sparsification: float
     communication: float
@@ -272,7 +273,7 @@ class Parts:
         return self.sparsification + self.communication + self.computation
 
     def named(self) -> dict[str, float]:
-        """Return the parts by the figures' names."""
+        """Return the parts under their names in the figures."""
         return {
             "sparsification": self.sparsification,
             "communication": self.communication,
@@ -292,7 +293,7 @@ def simulate_step(
     entries: int = _ENTRIES,
     seed: int = 0,
 ) -> Parts:
-    """Simulate a step; the result is the mean of tau' steps.
+    """Simulate tau' steps; return their mean.
 
     Example:
         >>> parts = simulate_step(fit(), OKTOPK, VGG, 4, entries=16)
@@ -300,8 +301,8 @@ def simulate_step(
         True
     """
     reused = scheme.name == OKTOPK.name
-    # with regions, too few entries per pair of ranks overload the busiest rank; a gather has no
-    # regions
+    # with regions, too few entries per pair of ranks would overload the busiest rank; a gather has
+    # no regions
     pairs = {"oktopk": ranks, "budgeted": ranks, "topkdsa": ranks / 32, "halving": 32}
     fewest = entries * pairs.get(scheme.form, 2.0)
     per_element = costs.select(scheme, model)
@@ -442,13 +443,13 @@ def _compare_vgg(times: Times, ranks: Sequence[int]) -> list[Comparison]:
 
 
 def _compare_bert(times: Times, ranks: Sequence[int]) -> list[Comparison]:
-    """Compare with section 5.4.3; P = 32 is fitted, and more ranks are predicted."""
+    """Compare with section 5.4.3; P = 32 is fitted, larger P are predicted."""
     few, many = ranks[0], ranks[-1]
     where = "section 5.4.3"
     found = []
     nearer = (
         "DenseOvlp, fitted to 3.19 x at P = 32, grows as its volume does, whatever alpha is; the paper's "
-        # the 47 hours are 400,000 steps at 76.3 %, times 3.29, over 150 hours
+        # from 400,000 steps in 47 hours at 76.3 %, times 3.29, over 150 hours
         "by 35 % or more: contention, or a ring's 2 P messages per bucket; the text does not say"
     )
     for scheme in (OKTOPK, *OURS):
@@ -474,18 +475,18 @@ def _compare_bert(times: Times, ranks: Sequence[int]) -> list[Comparison]:
 
 
 def on_aries(costs: Effective) -> Effective:
-    """Return the costs of the bare network, without copies to the host and without sums there."""
+    """Return the costs of the bare network, without copies to the host or sums there."""
     return replace(costs, alpha=ARIES.alpha, beta=ARIES.beta, beta_dense=ARIES.beta)
 
 
 def _over_others(scheme: Scheme, times: Times, ranks: int) -> tuple[float, float]:
-    """Return how many times longer the best and the worst of the paper's other schemes take."""
+    """Return the step times of the best and the worst of the paper's other schemes, over this one's."""
     ratios = [times[s.name, ranks].seconds / times[scheme.name, ranks].seconds for s in _OTHERS]
     return min(ratios), max(ratios)
 
 
 def _range(at: str, says: str, where: str, times: Times, ranks: int) -> Comparison:
-    """Compare the gain of Ok-Topk over the best and the worst other scheme."""
+    """Compare Ok-Topk's gains over the best and the worst other scheme with the paper's."""
     low, high = _over_others(OKTOPK, times, ranks)
     slowest = max(_OTHERS, key=lambda s: times[s.name, ranks].seconds)
     what, ours = f"{OKTOPK.name}: over all others at {at}", f"{low:.2f} to {high:.2f} x"

@@ -38,7 +38,7 @@ _BINS = 60  # bins of the histogram of values
 
 
 def _models() -> tuple[tuple[Recipe, float], ...]:
-    """Return a model for each of VGG-16, LSTM and BERT, and its density in Figures 4 and 6."""
+    """Return a small model each for VGG-16, LSTM and BERT, with the density of Figures 4 and 6."""
     lstm = lstm_recipe(), _LSTM_DENSITY
     return (digits_recipe(), _DENSITY), lstm, (text_recipe(), _DENSITY)
 
@@ -50,7 +50,8 @@ class _Seen:
     accumulated: Tensor  # `[n]`, the vector it selects from
     k: int  # entries to select
     local: SparseVector  # entries that the reused threshold selects
-    # the entries that Gaussian-k's own threshold selects; the smallest of them is the threshold
+    # the entries that Gaussian-k selects by its own threshold, of which the smallest is that
+    # threshold
     gaussian: SparseVector
     total: int  # entries of the global selection
     key: int | None  # key of the reused threshold
@@ -59,7 +60,7 @@ class _Seen:
 def _watch(
     recipe: Recipe, density: float, settings: Settings, steps: int, *, published: bool = True
 ) -> Iterator[_Seen]:
-    """Train with Ok-Topk; yield the selections of its threshold and of Gaussian-k on one vector."""
+    """Train with Ok-Topk; on each step, yield its selection and Gaussian-k's from one vector."""
     algorithm = oktopk_paper(threshold_period=_PERIOD) if published else oktopk()
     training = SimulatedTraining(
         recipe,
@@ -71,7 +72,7 @@ def _watch(
         seed=settings.seed,
     )
     k = training.units[0].entries(density)
-    # this is a copy of the reducer's selector with its own state, which makes the same choice
+    # a copy of the reducer's selector with separate state, which makes the same choices
     selector = Reused(_PERIOD, cap=None) if published else algorithm.make_selector()
     unscaled = GaussianK(enough=0.0)  # the first threshold that any entry reaches
     for step in range(steps):
@@ -93,7 +94,7 @@ def _watch(
 )
 def figure_4(settings: Settings) -> Outcome:
     """Distribution of gradient values, and predicted thresholds."""
-    # the last step is so many steps after the last calculation of the threshold
+    # the run ends this many steps after the threshold was last computed
     steps = settings.steps_or(_OLD_STEPS, 0) // _PERIOD * _PERIOD + settings.pick(_AGE, 1) + 1
     rows = Table()
     panels = []
@@ -148,7 +149,7 @@ def figure_4(settings: Settings) -> Outcome:
 
 
 def _distribution(name: str, values: Tensor, thresholds: dict[str, float]) -> Panel:
-    """Plot the histogram of magnitudes, and the thresholds."""
+    """Plot a histogram of magnitudes, and the thresholds."""
     nonzero = kernels.magnitude_keys(values).gt(0)
     counts, edges = torch.histogram(values[nonzero].abs().log10(), _BINS)
     at = 10 ** ((edges[1:] + edges[:-1]) / 2)
@@ -282,7 +283,7 @@ def _compare_xi(rows: Table, steps: int, ranks: int, window: int) -> list[Compar
     names = list(dict.fromkeys(str(row["model"]) for row in rows))
 
     def mean(model: str, density: float, start: int, stop: int) -> float:
-        """Average over the steps from start to stop."""
+        """Average over the steps from ``start`` to ``stop``."""
         return fmean(y for _, y in _curve(rows, model, density)[start:stop])
 
     largest = max(

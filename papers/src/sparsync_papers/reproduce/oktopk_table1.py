@@ -1,4 +1,4 @@
-"""Count words and messages of the six allreduces in Ok-Topk's Table 1, by the ledger."""
+"""Count the words and messages of the six allreduces in Ok-Topk's Table 1 on the ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOLERANCE = 0.04  # share of the words: headers
 _HEADERS = "headers, which the table omits"
 
 
-# the algorithms that may exceed their row by more than headers, with the reason
+# algorithms that may exceed their row by more than headers, and why
 _OTHERWISE = {
     "topkdsa": "headers and entries unevenly spread over the regions",
     "gaussiank": "selects more or fewer than k: its threshold is an estimate",
@@ -39,7 +39,7 @@ def table_1(settings: Settings) -> Outcome:
         low, high = row.words(size, k, p)
         for step in range(2):  # the first step agrees on regions and, as published, is exact
             ledgers = [ledger.total() for ledger in virtual.step().ledgers]
-            # gTopk's messages pass in sequence
+            # gTopk's messages are sequential
             passed = [
                 t.sent + t.received if name == "gtopk" else max(t.sent, t.received) for t in ledgers
             ]

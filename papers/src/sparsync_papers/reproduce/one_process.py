@@ -33,7 +33,7 @@ Choice = Callable[[str, Tensor], bool]  # chooses parameters by name and value
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model and how it is trained: SGD with momentum."""
+    """A model, and its settings for SGD with momentum."""
 
     name: str  # for tables
     workload: Workload  # data and loss
@@ -71,12 +71,12 @@ def lstm_recipe(batch_size: int = 4) -> Recipe:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a whole training."""
+    """The result of a complete training run."""
 
     losses: list[float]  # per step, mean over ranks
     evaluation: Evaluation  # on held-out data
     bytes_sent: float  # mean per step, of the rank that sent most
-    # held-out accuracy or loss, ``(step, value)``, if recorded
+    # points ``(step, held-out accuracy or loss)``, if recorded
     curve: list[tuple[float, float]]
 
     @staticmethod
@@ -100,9 +100,9 @@ class SimulatedTraining:
     All replicas are equal at every step, so one model represents them.
 
     Attributes:
-        model: its state after the last step.
-        losses: loss of each step, as the mean over ranks.
-        bytes_sent: bytes of each step, from the rank that sent most.
+        model: the model after the last step.
+        losses: the loss of each step, averaged over ranks.
+        bytes_sent: the bytes of each step, on the rank that sent the most.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class SimulatedTraining:
         self.bytes_sent: list[int] = []
 
     def gradients(self) -> list[list[Tensor]]:
-        """Return every rank's flat gradient of every unit, at the present weights."""
+        """Return every rank's flat gradients, one per unit, at the present weights."""
         losses, gradients = [], []
         for rank in range(self.ranks):
             draw = Draw(self.seed, len(self.losses), rank, self.ranks, self.recipe.batch_size)
@@ -167,13 +167,13 @@ class SimulatedTraining:
         return gradients
 
     def accumulated(self, gradients: Sequence[Sequence[Tensor]], unit: int = 0) -> list[Tensor]:
-        """Return the vector from which each rank selects in one unit: its residual plus its gradient."""
+        """Return the vector from which each rank selects in a unit: residual plus gradient."""
         kept = [reducer.residuals[unit].value for reducer in self.reducers]
         mine = [units[unit] for units in gradients]
         return [g.clone() if r is None else r + g for r, g in zip(kept, mine, strict=True)]
 
     def apply(self, gradients: Sequence[list[Tensor]]) -> list[Vector]:
-        """Exchange, which overwrites gradients with their average, and step; return the averages."""
+        """Exchange the gradients, which become their average, and step; return the averages."""
 
         async def program(comm: SimCommunicator) -> list[Vector]:
             reducer = self.reducers[comm.rank]
@@ -209,7 +209,7 @@ class SimulatedTraining:
         return Trained(self.losses, self.evaluate(), fmean(self.bytes_sent), curve)
 
     def _share(self, step: int) -> float:
-        """Return the learning rate of a step, which is counted from 1, over the highest."""
+        """Return a step's learning rate as a share of the highest; steps are counted from 1."""
         falling = (self.steps + 1 - step) / (self.steps + 1 - self.ramp) if self.decay else 1.0
         return min(step / self.ramp, falling)
 
@@ -221,11 +221,11 @@ class SimulatedTraining:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train a model."""
+    """A method to train a model."""
 
     algorithm: Algorithm
     density: float = 1.0  # k / n of every unit
-    # the parameters that are exchanged sparsely; None for the algorithm's own choice
+    # which parameters are exchanged sparsely; None for the algorithm's own choice
     compress: Choice | None = None
     warmup: float = 0.0  # fraction of the steps that exchange all entries, at the beginning
 
@@ -239,10 +239,10 @@ def train_all(
     evaluations: int = 6,
     initial: Callable[[int], nn.Module] | None = None,
 ) -> dict[str, Trained]:
-    """Train one model with each method on ``RANKS`` virtual ranks; return the means over all seeds.
+    """Train a model with each method on ``RANKS`` virtual ranks; return the means over all seeds.
 
-    The learning rate falls, because all three papers that train with these methods let it fall.
-    ``initial`` returns the model to start from, of a seed; None: a new one.
+    The learning rate falls, as in the three papers that train with these methods. ``initial``
+    returns the model to start from for a seed; None starts from a new model.
     """
     found: dict[str, list[Trained]] = {name: [] for name in ways}
     for seed in settings.seeds_or(1):
@@ -266,6 +266,6 @@ def train_all(
 
 
 def learning_curves(recipe: Recipe, found: dict[str, Trained]) -> Panel:
-    """Draw the held-out accuracy or loss of several trainings over their steps."""
+    """Plot the held-out accuracy or loss of several training runs over their steps."""
     value = "held-out accuracy" if recipe.workload.classifies else "held-out loss"
     return Panel(recipe.name, "step", value, {name: run.curve for name, run in found.items()})

@@ -1,4 +1,4 @@
-"""Predict speedups and the shares of a step by RedSync's own cost model (Figures 7 to 10)."""
+"""Predict speedups and the parts of a step by RedSync's own cost model (Figures 7 to 10)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MURADIN = Platform("Muradin", Machine(beta=1 / 3.5e9, memory=1 / 490e9), 14.9e12
 
 @dataclass(frozen=True)
 class Training:
-    """A model, and the computation of one step."""
+    """A model, and the computation in one step."""
 
     make: Callable[[], Model]  # its layers
     gflops: float  # forward, one sample (Table 1)
@@ -76,7 +76,7 @@ class Training:
         return self.make()
 
     def seconds(self, platform: Platform) -> float:
-        """Return the seconds of computation: those of forward, and twice as long for backward."""
+        """Return the seconds of computation; the backward pass takes twice as long as the forward."""
         return 3e9 * self.gflops * self.batch / (_EFFICIENCY * platform.flops)
 
     def step(self, platform: Platform, ranks: int, scheme: str) -> float:
@@ -111,7 +111,7 @@ SMALL = (
 )
 
 
-# the model, GPUs, and speedup of RGC and quantised RGC over SGD in the text; None if not stated
+# model, GPUs, and the text's speedup of RGC and of quantised RGC over SGD (None: not stated)
 _FIGURE_7 = (
     ("VGG-16", 128, 1.42, 1.71),
     ("AlexNet", 16, None, 1.68),
@@ -156,7 +156,7 @@ def _rows(platform: Platform, trainings: tuple[Training, ...], settings: Setting
 
 
 def _compare(speedups: _Speedups, figure: str, rows: Table) -> list[Comparison]:
-    """Compare conclusions: which of the two is faster."""
+    """Compare conclusions, i.e. which of the two is faster."""
     comparisons = []
     for model, ranks, *stated in speedups:
         mine = rows.where({"model": model, "P": ranks})

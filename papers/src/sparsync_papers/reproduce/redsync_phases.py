@@ -1,8 +1,8 @@
-"""Simulate and predict how long a RedSync step selects, masks, packs, communicates and unpacks.
+"""Simulate and predict the phases of a RedSync step: select, mask, pack, communicate, unpack.
 
-The real collectives exchange real messages of the models' layers on the simulator.  Its clock
+The real collectives exchange real messages of the models' layers in the simulator. Its clock
 charges the network and, with the constants of ``Machine`` and ``Kernels``, the GPU's work before
-and after.
+and after the exchange.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORD_BYTES = 4
 
 
 class Kernels(NamedTuple):
-    """A stage's work on one layer: kernels started, and passes of the layer's bytes through memory."""
+    """A stage's work on one layer: kernel launches, and passes of the layer's bytes through memory."""
 
     launches: float
     passes: float
@@ -56,12 +56,12 @@ class Machine:
     launch: float = 10e-6  # seconds per kernel (assumed: launched one by one from Python)
     # seconds per byte and pass: three quarters of a P100's 732 GB/s (its data sheet)
     memory: float = 1 / 550e9
-    # passes per byte of a message that is added at its indices, because every 4 bytes read and
+    # memory traffic per byte of a message that is added at its indices: every 4 bytes read and
     # write a sector of 32
     scattered: float = 16.0
 
     def seconds(self, kernels: Kernels, elements: int) -> float:
-        """Return the seconds of a stage on a layer of this many elements."""
+        """Return the seconds that a stage takes on a layer of this many elements."""
         passed = self.memory * kernels.passes * _WORD_BYTES * elements
         return self.launch * kernels.launches + passed
 
@@ -75,7 +75,7 @@ CLEAR = Kernels(1, 1)  # G = 0, before messages are added to it
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a model's parameter tensors, in registration order, and how they are masked."""
+    """The sizes of a model's parameter tensors, in registration order, and the work to mask them."""
 
     name: str
     sizes: tuple[int, ...]
@@ -84,7 +84,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to exchange, with the number of kernels that add received messages, by layers and ranks."""
+    """An exchange, and how many kernels add received messages, given layers and ranks."""
 
     name: str
     collective: Collective
@@ -97,7 +97,7 @@ SCHEMES = (
     RGC,
     QUANTISED_RGC,
     Scheme("RGC, one kernel per message", Allgather(), lambda layers, ranks: ranks),
-    # there is one kernel per message of either phase, and then the total, layer by layer
+    # one kernel per message of each phase, then one per layer for the total
     Scheme("budgeted", Budgeted(), lambda layers, ranks: 2 * ranks + layers),
 )
 
@@ -116,18 +116,18 @@ def resnet50(classes: int = 1000) -> Model:
 
 
 def lstm() -> Model:
-    """Return the 2-layer language model of section 6.2: its weights are not tied, SGD has no momentum."""
+    """Return section 6.2's 2-layer language model: weights are not tied, SGD has no momentum."""
     return model_of("LSTM 2 x 1500", "lstm_ptb", MASK)
 
 
 def phases(
     model: Model, scheme: Scheme, ranks: int, shrink: int = SHRINK, machine: Machine = Machine()
 ) -> dict[str, float]:
-    """Return the virtual seconds of every stage of one step, the mean over ranks.
+    """Return the virtual seconds of every stage of one step, averaged over ranks.
 
-    No stages overlap. Layers below 128 KB are sent dense, in one allreduce, and the others in one
-    message per model. If the scheme quantises, the output layer is sent separately and plain
-    (section 5.2.3).
+    Stages do not overlap. Layers below 128 KB are sent dense, in one allreduce, and the others in
+    one message per model. If the scheme quantises, the output layer is sent separately and
+    unquantised (section 5.2.3).
     """
     groups, small = _groups(model, scheme)
 
@@ -142,7 +142,7 @@ def phases(
                 await comm.compute(sum(machine.seconds(PACK, n) for n in group))
             widths = [-(-n // shrink) for n in group]
             mine = _selected(widths, generator)
-            # this also has the time that the collective itself counts as unpacking
+            # includes the time that the collective itself counts as unpacking
             with comm.stage("communicate"):
                 collective = exchanging.collective.for_layers(widths)
                 await collective.reduce(comm, mine, mine.nnz, step=0)
@@ -160,10 +160,10 @@ def phases(
 def predicted_phases(
     model: Model, scheme: Scheme, ranks: int, machine: Machine = Machine()
 ) -> dict[str, float]:
-    """Return the same phases in closed form by layer: Equation 1, or Equation 2 for dense layers.
+    """Return the same phases in closed form, per layer: Equation 1, or Equation 2 for dense layers.
 
-    Headers are ignored, and so are deviations of messages from the mean size. The schemes are "RGC"
-    and "quantised RGC".
+    Headers and the variation of message sizes are ignored. The schemes are "RGC" and "quantised
+    RGC".
     """
     groups, small = _groups(model, scheme)
     found = dict.fromkeys(STAGES, 0.0)
@@ -209,7 +209,7 @@ def _select(
 
 
 def _selected(widths: Sequence[int], generator: torch.Generator) -> SparseVector:
-    """Return k of n entries of every layer, one at a random place in each of k equal stretches."""
+    """Return k of n entries per layer: one at a random place in each of k cells of equal width."""
     indices, start = [], 0
     for width in widths:
         k = max(1, round(DENSITY * width))

@@ -1,4 +1,4 @@
-"""Measure the time to select 0.1 % of a residual, over its size (RedSync, Figure 3)."""
+"""Measure the time to select 0.1 % of a residual of growing size (RedSync, Figure 3)."""
 
 from __future__ import annotations
 

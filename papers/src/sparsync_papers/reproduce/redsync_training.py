@@ -36,7 +36,7 @@ _POINTS = 0.03  # accuracy of the small VGG between seeds (`benchmarks/redsync.m
 _CHANCE = 0.5  # above this error nothing was learnt, so there is nothing to compare
 _NATS = 0.06  # relative difference in loss; seeds of dense differ by 0.6 %
 
-# fraction of the steps that exchange all entries, for the images alone (section 6.3)
+# fraction of first steps that exchange all entries; only for images (section 6.3)
 _WARM = 1 / 15
 _WAYS = {
     "SGD": Way(resolve("dense"), _DENSITY),
@@ -48,7 +48,7 @@ _WARM_WAYS = {name: replace(way, warmup=_WARM) for name, way in _WAYS.items()}
 
 
 def _images(batch_size: int) -> Recipe:
-    """Return the small VGG with the optimizer that the paper has for all CNNs."""
+    """Return the small VGG, with the optimizer that the paper uses for all CNNs."""
     return replace(digits_recipe(batch_size), nesterov=True)
 
 

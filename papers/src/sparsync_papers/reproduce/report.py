@@ -1,4 +1,4 @@
-"""Show an outcome on the console, and write it: rows as CSV, panels as PNG, and all of it as JSON."""
+"""Show an outcome on the console, and write its rows as CSV, panels as PNG, and all as JSON."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Finished:
 
     @property
     def counts(self) -> dict[str, Cell]:
-        """The seeds and steps behind the answers: no seeds for a formula, no steps without training."""
+        """The seeds and steps behind the answers; a formula has no seeds, and steps need training."""
         used = {} if self.outcome is None else self.outcome.settings
         return {"seeds": used.get("seeds", 1), "steps": used.get("steps")}
 
 
 def evidence(seeds: Cell, steps: Cell) -> str:
-    """Say in a cell what an answer rests on.
+    """Format the evidence for an answer, i.e. seeds and steps, as a cell.
 
     Example:
         >>> evidence(3, 600), evidence(1, None), evidence(0, None)
@@ -57,7 +57,7 @@ def evidence(seeds: Cell, steps: Cell) -> str:
 
 
 def _notes(finished: Finished, outcome: Outcome) -> list[str]:
-    """Return the conclusion, settings and differences, each in a sentence or two."""
+    """Return sentences with the conclusion, the settings and the differences."""
     used = ", ".join(f"{name} {format_cell(v)}" for name, v in outcome.settings.items())
     quick = "Quick: scaled down to run in seconds: no statement about the paper."
     return [
@@ -69,7 +69,7 @@ def _notes(finished: Finished, outcome: Outcome) -> list[str]:
 
 
 def format_cell(value: Cell) -> str:
-    """Write a value for a table.
+    """Format a value for a table.
 
     Example:
         >>> format_cell(0.123456), format_cell(12), format_cell(True), format_cell(None)
@@ -81,13 +81,13 @@ def format_cell(value: Cell) -> str:
 
 
 def _rows(outcome: Outcome) -> tuple[list[str], Lines]:
-    """Return the columns of the rows, and their cells as text."""
+    """Return the names of the columns, and the rows as text."""
     columns = list(outcome.rows[0])
     return columns, [tuple(format_cell(row[key]) for key in columns) for row in outcome.rows]
 
 
 def _compared(finished: Finished, outcome: Outcome) -> Lines:
-    """Return rows of a quantity, the paper's number, this run's, a conclusion, seeds and steps."""
+    """Return rows of quantity, paper's number, this run's number, conclusion, seeds and steps."""
     rests_on = evidence(**finished.counts)
     return [
         (
@@ -102,7 +102,7 @@ def _compared(finished: Finished, outcome: Outcome) -> Lines:
 
 
 def shown(finished: Finished) -> Group:
-    """Return a run for the console: first the comparison, then rows, then settings."""
+    """Format a run for the console: first the comparison, then rows, then settings."""
     outcome, heading = finished.outcome, Text(finished.heading, style="bold")
     if outcome is None:
         return Group(heading, Text(f"failed: {finished.error}", style="bold"))
@@ -117,7 +117,7 @@ def shown(finished: Finished) -> Group:
 
 
 def catalogue(artifacts: Sequence[Artifact], unavailable: Sequence[Unavailable]) -> Group:
-    """List the artifacts, and the figures that cannot be reproduced with the reason."""
+    """List the artifacts, and the figures that cannot be reproduced, with reasons."""
     there = [(a.name, a.paper, a.title, f"{a.minutes:g}") for a in artifacts]
     missing = [(item.what, item.paper, item.reason) for item in unavailable]
     return Group(
@@ -182,7 +182,7 @@ def page(finished: Sequence[Finished], unavailable: Sequence[Unavailable]) -> st
 
 
 def _markdown(columns: Sequence[str], lines: Lines) -> str:
-    """Write a table; bars inside cells are replaced, because they would end the cell."""
+    """Format a Markdown table; vertical bars in cells are replaced, because they would end the cell."""
     rows: list[Sequence[str]] = [columns, ["---"] * len(columns), *lines]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)
 

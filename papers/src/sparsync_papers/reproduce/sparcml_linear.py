@@ -29,7 +29,7 @@ _FDR = Links(alpha=1.5e-6, beta=1 / 6.8e9)  # assumed: InfiniBand FDR, four lane
 
 
 class _Published(NamedTuple):
-    """A row of Table 2, with the data set URL."""
+    """A row of Table 2, and the URL of its data set."""
 
     network: str
     links: Links
@@ -58,7 +58,7 @@ _DIFFERS = (
 
 
 def _train(settings: Settings, base: LinearSettings, exchange: str) -> tuple[LinearResult, ...]:
-    """Train with a sparse exchange and with the dense one."""
+    """Train with a sparse exchange and with the dense exchange."""
     chosen = replace(base, exchanges=(exchange, "dense"), seed=settings.seed)
     if settings.quick:
         chosen = replace(chosen, ranks=2, rows=200, dimensions=5000, steps=2)
@@ -169,7 +169,7 @@ def scd(settings: Settings) -> Outcome:
 
 
 def _compare(what: str, says: str, where: str, sparse: LinearResult) -> Comparison:
-    """Compare: the sparse exchange must be faster, by a larger factor in its communication."""
+    """Check that the sparse exchange is faster, and by a larger factor in communication alone."""
     whole, alone = sparse.speedup or 0.0, sparse.speedup_communication or 0.0
     return Comparison(
         what,

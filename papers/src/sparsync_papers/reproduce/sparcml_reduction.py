@@ -1,4 +1,4 @@
-"""Measure reduction time in virtual time, over the nodes and over density (SparCML, Figure 3)."""
+"""Measure the virtual time of a reduction, over nodes and over density (SparCML, Figure 3)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DOUBLE, _SPLIT, _DYNAMIC, _SPARSE_RING, _RING = _ALGORITHMS
 
 
 def _seconds(algorithm: str, ranks: int, density: float, links: Links, settings: Settings) -> float:
-    """Return the virtual seconds of one reduction of uniformly random supports."""
+    """Return the virtual seconds of one reduction with uniformly random supports."""
     scale = settings.pick(_SCALE, 64 * _SCALE)
     size = _SIZE // scale
     k = max(round(density * size), 1)
@@ -97,7 +97,7 @@ def figure_3(settings: Settings) -> Outcome:
 
 
 def _times(rows: Table, over: str, network: str) -> dict[str, list[float]]:
-    """Return the milliseconds of every algorithm, from the fewest nodes or entries to the most."""
+    """Return every algorithm's milliseconds, in ascending order of nodes or entries."""
     where = {"over": over, "network": network}
     return {
         name: [y for _, y in rows.points("P", "ms", {**where, "algorithm": name})]

@@ -1,4 +1,4 @@
-"""SparCML, Figures 4 to 6: compare quantised top-k SGD with dense on models that train in a minute."""
+"""Compare quantised top-k SGD with dense on models that train in a minute (SparCML, Figures 4 to 6)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _attention(name: str, parameter: Tensor) -> bool:
 
 
 def _topk(entries: int, bits: Literal[2, 4, 8] | None = None, compress: Choice = _large) -> Way:
-    """Return quantised top-k that selects this many entries of every block."""
+    """Return quantised top-k with this many entries per block."""
     return Way(sparcml(bits=bits), entries / _BLOCK, compress)
 
 
@@ -57,7 +57,7 @@ def _outcome(
     steps: int,
     more: str = "",
 ) -> Outcome:
-    """Put all trainings into one table and one panel per model."""
+    """Collect all training runs in one table, and one panel per model."""
     rows: list[Row] = [
         {
             "model": recipe.name,
@@ -181,7 +181,7 @@ def figure_6(settings: Settings) -> Outcome:
     starts: list[Evaluation] = []
 
     def trained(seed: int) -> nn.Module:
-        """Return the model after a dense training."""
+        """Return a model that was trained dense."""
         training = SimulatedTraining(
             recipe,
             resolve("dense"),

@@ -1,4 +1,4 @@
-"""WAGMA, Figure 6: the imbalance of steps."""
+"""Measure the imbalance of step times (WAGMA, Figure 6)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VARIES = 0.2  # standard deviation over mean that counts as "high variance"
 
 
 def _seconds_by_length(workload: LinesWorkload, settings: Settings) -> dict[int, float]:
-    """Return the seconds of forward and backward for a batch of each bucket, the best of a few runs."""
+    """Return the seconds of forward and backward for a batch of each bucket (best of a few runs)."""
     model, lines = workload.make_model(settings.seed), workload.parts[0]
     found = {}
     for length in settings.track(sorted(set(lines.padded_lengths.tolist()))):

@@ -17,15 +17,15 @@ from sparsync.transports.sim import Links, SimCommunicator, simulate
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings, Table, artifact
 from sparsync_papers.workloads.length_buckets import LinesWorkload
 
-# Section 5.2 states these steps per second for 64 ranks without delays. AD-PSGD hides its
-# communication, so its step is computation; local SGD's step also takes one allreduce of 2 n (P -
+# Section 5.2 states these steps per second for 64 ranks without delays.  AD-PSGD hides its
+# communication, so its step is pure computation; local SGD's step includes an allreduce of 2 n (P -
 # 1) / P elements.
 _LOCAL_RATE, _ADPSGD_RATE = 1.52, 1.61
 _RESNET, _TRANSFORMER, _NAVIGATION = 25_559_081, 61_362_176, 8_476_421  # parameters (5.2 to 5.4)
 COMPUTE = 1 / _ADPSGD_RATE  # seconds of ResNet-50's step
 BETA = (1 / _LOCAL_RATE - COMPUTE) / (2 * 4 * _RESNET * 63 / 64)  # seconds per byte
 ALPHA = 2e-6  # seconds per message, for a hop of such a network (assumed)
-# the assumed seconds of a mean batch, which has 2,700 of at most 8,192 tokens, at 10,000 per second
+# assumed seconds of a mean batch: 2,700 (of at most 8,192) tokens at 10,000 per second
 TRANSFORMER_COMPUTE = 0.27
 LATE = Delay("random", 2, 0.32)  # section 5.2
 TAIL = Delay("heavytail", 1.7, 43.5)  # section 5.4
@@ -42,7 +42,7 @@ Work = Callable[[int, int, int, int], float]  # step, rank, world_size, seed -> 
 
 @dataclass(frozen=True)
 class Setting:
-    """The model of a figure, its ranks, and the cost of each step."""
+    """A figure's model and ranks, and the cost of each step."""
 
     title: str  # title of its plot
     parameters: int  # parameters of the paper's model, which messages carry
@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A scheme with its options, in which "P" and "tau" stand for the values of the setting.
+    """A scheme with its options, where "P" and "tau" stand for the setting's values.
 
     Example:
         >>> wagma = Scheme("wagma", {"group_size": "P"}).make(SETTINGS["fig4"], 16)
@@ -70,7 +70,7 @@ class Scheme:
     barrier: int | str = 0  # steps between barriers added to the scheme; 0: none
 
     def make(self, setting: Setting, ranks: int) -> Averager:
-        """Make the averager of a rank."""
+        """Make a rank's averager."""
         options = {name: _number(value, setting, ranks) for name, value in self.options.items()}
         return SCHEMES[self.name](**options)
 
@@ -85,12 +85,12 @@ def _number(value: int | str, setting: Setting, ranks: int) -> int | str:
 
 
 def _delayed(compute: float, step: int, rank: int, world_size: int, seed: int) -> float:
-    """Return computation, and 320 ms for two ranks of every step."""
+    """Return the seconds of computation, plus 320 ms for two ranks of every step."""
     return compute + LATE.seconds(step, rank, world_size, seed)
 
 
 def translated(lines: LinesWorkload, step: int, rank: int, world_size: int, seed: int) -> float:
-    """Return the seconds of a translator's batch, in proportion to the length of its bucket's lines."""
+    """Return the seconds of a translator's batch, which are proportional to its bucket's length."""
     return TRANSFORMER_COMPUTE * lines.relative_cost(seed=seed, step=step, rank=rank)
 
 
@@ -146,7 +146,7 @@ _WHOLE = {"sync_period": "tau", "group_size": "P"}
 _LOCAL, _SGP_2, _SGP_4 = "local SGD, H = 1", "SGP, 2 neighbours", "SGP, 4 neighbours"
 _MEETS, _EAGER_MEETS = ", barrier every step", "eager-SGD, majority, barrier every tau steps"
 _S_P, _S_P_WAITS = "WAGMA, S = P", "WAGMA, S = P, waits for its group"
-# settings that the paper's runs may have used, simulated at one or two points only
+# settings that the paper may have used, simulated only at one or two points
 VARIANTS: Mapping[str, Scheme] = {
     _S_P: Scheme("wagma", _WHOLE),
     _S_P_WAITS: Scheme("wagma", {**_WHOLE, "grouping": "synchronous"}),
@@ -159,7 +159,7 @@ VARIANTS: Mapping[str, Scheme] = {
 
 @dataclass(frozen=True)
 class Target:
-    """The ratio of WAGMA's throughput to another scheme's, as stated in the paper."""
+    """A ratio of WAGMA's throughput to another scheme's, as stated in the paper."""
 
     figure: str  # a key of ``SETTINGS``
     ranks: int  # P
@@ -204,7 +204,7 @@ _DIFFERS = (
 
 
 async def _wait_for_all(comm: SimCommunicator) -> None:
-    """Wait like ``comm.barrier`` with fewer simulated operations: all ranks are heard in log2 P hops."""
+    """Wait as ``comm.barrier`` does, in log2 P hops and with fewer simulated operations."""
     for hop in range((comm.world_size - 1).bit_length()):
         await exchange(comm, Exponential(), torch.zeros(1, dtype=torch.uint8), hop, "barrier")
 
@@ -212,11 +212,11 @@ async def _wait_for_all(comm: SimCommunicator) -> None:
 def step_seconds(
     setting: Setting, scheme: Scheme, ranks: int, *, steps: int, seed: int = 0
 ) -> float:
-    """Return the virtual seconds of a step, the mean over steps and ranks.
+    """Return the virtual seconds of a step, averaged over steps and ranks.
 
-    It is a mean over ranks because ranks of an asynchronous scheme are at different steps when the
-    first one ends. In a longer run, this difference would matter less; in other schemes, all ranks
-    end together.
+    Ranks of an asynchronous scheme are at different steps when the first rank ends, hence the mean
+    over ranks. In a longer run, this difference would matter less; in other schemes, all ranks end
+    together.
     """
     every = int(_number(scheme.barrier, setting, ranks))
 
@@ -234,7 +234,7 @@ def step_seconds(
 
 
 def ideal_seconds(setting: Setting, ranks: int, *, steps: int, seed: int = 0) -> float:
-    """Return the mean computation of a step, as if no rank waited and no message were sent."""
+    """Return the mean seconds of a step's computation, without any waiting or messages."""
     return fmean(
         setting.work(step, rank, ranks, seed) for step in range(steps) for rank in range(ranks)
     )
@@ -250,7 +250,7 @@ def _steps(scheme: Scheme, setting: Setting, ranks: int, *, quick: bool) -> int:
 
 
 def estimated_seconds(scheme: Scheme, setting: Setting, ranks: int, settings: Settings) -> float:
-    """Return the seconds of a step, estimated as if all ranks waited for each other on every step."""
+    """Estimate the seconds of a step if all ranks waited for each other on every step."""
     steps, seed = _steps(scheme, setting, ranks, quick=settings.quick), settings.seed
     if not scheme.all_wait:
         return step_seconds(setting, scheme, ranks, steps=steps, seed=seed)
@@ -262,7 +262,7 @@ def estimated_seconds(scheme: Scheme, setting: Setting, ranks: int, settings: Se
 
 
 def _rate(row: str, setting: Setting, ranks: int, settings: Settings) -> float:
-    """Return the steps per second of a row of the figures."""
+    """Return the steps per second of one row in the figures."""
     return 1 / estimated_seconds({**ROWS, **VARIANTS}[row], setting, ranks, settings)
 
 
@@ -275,7 +275,7 @@ def _outcome(
     only: str,
     more: str,
 ) -> Outcome:
-    """Simulate the schemes of ``rows`` on all ``ranks``, and the other points that the targets need."""
+    """Simulate the schemes of ``rows`` for all ``ranks``, and the other points that targets need."""
     setting, targets = SETTINGS[key], [target for target in TARGETS if target.figure == key]
     cases = []
     for p in settings.pick(ranks, ranks[:1]):
@@ -325,7 +325,7 @@ def _network(setting: Setting) -> Row:
 
 
 def _compare(target: Target, section: str, rates: Mapping[str, float]) -> Comparison:
-    """Compare WAGMA's throughput over another's with the paper's."""
+    """Compare a ratio of WAGMA's throughput to another scheme's with the paper's ratio."""
     row, *others = target.rows
     ratio = rates["WAGMA"] / rates[row]
     found = [f"{ratio:.2f} x"]

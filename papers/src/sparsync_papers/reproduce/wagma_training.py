@@ -1,6 +1,6 @@
 """Train small models over virtual time (WAGMA, Figures 5, 8 and 11, and its ablations).
 
-Each rank has its own model, and late ranks a stale one.  Steps and messages are real; time is
+Each rank has its own model, which is stale on late ranks. Steps and messages are real; time is
 virtual.
 """
 
@@ -39,7 +39,7 @@ _SHORT = "so short a training run tolerates slower mixing; the paper's long ones
 _STALE = "most updates of a short run are recent, and averaging with stale models undoes some"
 _AVOIDS = "here a rank waits only for its neighbours, so delays of distant ranks overlap"
 
-# a function from a rank to its model, and to a function that does local step t on this model
+# returns a rank's model, and a function that takes local step t of this model
 MakeReplica = Callable[[int], tuple[nn.Module, Callable[[int], None]]]
 _Curve = list[tuple[float, float]]
 
@@ -50,7 +50,7 @@ class Averaged:
 
     final: Tensor  # parameters after ``finish()``, `[parameters]`
     seconds: float  # virtual seconds of a step, the mean over ranks
-    # virtual seconds, and the mean of all ranks' parameters after equally many steps
+    # points ``(virtual seconds, mean of all ranks' parameters)``, after equally many steps
     looks: list[tuple[float, Tensor]]
 
 
@@ -97,14 +97,13 @@ def _read(model: nn.Module) -> Tensor:
 
 
 def _write_(model: nn.Module, vector: Tensor) -> None:
-    # the vector is copied, because parameters become views of it and the averager may keep it for
-    # others
+    # copied, because parameters become views of the vector, which the averager may keep for others
     vector_to_parameters(vector.clone(), model.parameters())
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """The result of a training."""
+    """The result of a training run over virtual time."""
 
     value: float  # held-out accuracy in %, or loss, of the model after ``finish()``
     seconds: float  # virtual seconds of a step, the mean over ranks
@@ -122,7 +121,7 @@ class _Timed:
 
 
 def _mean_curve(curves: Sequence[_Curve]) -> _Curve:
-    """Average the x and the y of equally many points."""
+    """Average the x and y values of curves with equally many points."""
     return [
         (fmean(x for x, _ in points), fmean(y for _, y in points))
         for points in zip(*curves, strict=True)
@@ -132,7 +131,7 @@ def _mean_curve(curves: Sequence[_Curve]) -> _Curve:
 def _train(
     recipe: Recipe, setting: Setting, scheme: Scheme, seed: int, *, ranks: int, steps: int
 ) -> _Timed:
-    """Train a recipe's model with SGD and momentum."""
+    """Train a recipe's model with SGD and momentum on virtual ranks."""
 
     def make_replica(rank: int) -> tuple[nn.Module, Callable[[int], None]]:
         model = recipe.make_model(seed)
@@ -175,7 +174,7 @@ def _outcome(
     compare: Callable[[Mapping[str, float]], list[Comparison]],  # compares the schemes' values
     more: str,
 ) -> Outcome:
-    """Train one model with several schemes; compare final values, and times for equally many steps."""
+    """Train one model with several schemes; compare final values, and the times of equally many steps."""
     seeds = settings.seeds_or(1)
     found = {
         name: _Timed.mean(
@@ -224,7 +223,7 @@ def _outcome(
 
 
 def _perceptron_recipe() -> Recipe:
-    """Return a model that 64 ranks can train, with 256 images per step in all."""
+    """Return a model that 64 ranks can train, with 256 images per step in total."""
 
     def make_model(seed: int) -> nn.Module:
         return seeded(_perceptron, seed)
@@ -325,7 +324,7 @@ def figure_8(settings: Settings) -> Outcome:
 
 @dataclass(frozen=True)
 class _Ablation:
-    """WAGMA without a part of it, or with another group size."""
+    """WAGMA without one of its parts, or with another group size."""
 
     section: str  # of the paper
     what: str  # in the table
@@ -368,7 +367,7 @@ _ABLATED_STEPS = 120  # of each model; likewise
 def _ablated(
     settings: Settings, section: str, ranks: int, steps: int, seeds: Sequence[int]
 ) -> dict[str, list[_Timed]]:
-    """Train WAGMA and its ablations of a section, all of them with the same seeds."""
+    """Train WAGMA and a section's ablations, all with the same seeds."""
     if section == "section 5.2":
         recipe, setting = _perceptron_recipe(), SETTINGS["half"]
     else:
@@ -389,7 +388,7 @@ def _ablated(
 
 
 def _compare_ablated(one: _Ablation, over: Sequence[float], runs: str) -> Comparison:
-    """Compare an ablation's held-out losses, relative to WAGMA's with the same seed, with the paper."""
+    """Compare an ablation's held-out losses, relative to WAGMA's for the same seed, with the paper."""
     mean = fmean(over)
     ours = f"loss {100 * mean:+.2f} ± {100 * pstdev(over):.2f} %; {runs}"
     if one.worse:
@@ -460,7 +459,7 @@ _WINDOW = 4  # iterations whose returns are one point of the curve
 
 
 def _play(scheme: Scheme, seed: int, ranks: int, iterations: int) -> _Curve:
-    """Return the mean return of all ranks' episodes over virtual time."""
+    """Train by PPO; return the mean episode return of all ranks over virtual time."""
     task = Ppo(episodes=_EPISODES, epochs=_EPOCHS)
     returns: list[list[float]] = [[] for _ in range(iterations)]
 
@@ -484,7 +483,7 @@ def _play(scheme: Scheme, seed: int, ranks: int, iterations: int) -> _Curve:
 
 
 def _reached(curve: Sequence[tuple[float, float]], seconds: float) -> float:
-    """Return the value of the last point that is not later, or of the first point if all are later."""
+    """Return the value of a curve at a time: its last point by then, or its first point."""
     return max((point for point in curve if point[0] <= seconds), default=curve[0])[1]
 
 
@@ -498,15 +497,15 @@ def _reached(curve: Sequence[tuple[float, float]], seconds: float) -> float:
 def figure_11(settings: Settings) -> Outcome:
     """Return of reinforcement learning over time, small (needs Gymnasium)."""
     ranks, names = settings.pick(_RL_RANKS, 2), (_WAGMA, _LOCAL, _SGP_4, _ADPSGD)
-    # a point of the curve takes this many iterations, and there is at least one
+    # each point of the curve averages this many iterations, so there must be at least as many
     iterations = max(settings.steps_or(_ITERATIONS, _WINDOW), _WINDOW)
     seeds = settings.seeds_or(_RUNS)
     curves = {
         name: [_play(ROWS[name], seed, ranks, iterations) for seed in seeds]
         for name in settings.track(names)
     }
-    # values are compared at the end of WAGMA's run; by then, faster schemes have done more of their
-    # own
+    # compare values at the end of WAGMA's run, by which time faster schemes have done more
+    # iterations
     end = fmean(curve[-1][0] for curve in curves[_WAGMA])
     rows = Table()
     at, last, means = {}, {}, {}

@@ -1,4 +1,4 @@
-"""The command ``sparsync time-to-loss``: find the training method that is first at a loss."""
+"""The command ``sparsync time-to-loss``: find the training method that reaches a loss first."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def command(
 ) -> None:
     """Predict which training method first reaches the loss that dense has after a number of steps.
 
-    The methods are dense, averages, local steps, sparse and low-rank gradients. The prediction is
-    the seconds per step times the steps in measured curves of small models in short runs. This is a
-    study, not a promise; no training is run.
+    The methods are dense, averages, local steps, sparse and low-rank gradients. The prediction
+    multiplies the seconds per step by the number of steps in measured curves of small models in
+    short runs. This is a study, not a promise; no training is run.
     """
     here = machine_of(machine, network, rtt)
     alone = json == Path("-")
@@ -90,7 +90,7 @@ def command(
 
 
 def as_json(made: LossPlan) -> dict[str, Any]:
-    """Return plain numbers and words, and whether measured runs reach the loss with each method."""
+    """Return the plan as plain values; each row says whether measured runs reach the loss."""
     rows = [{**asdict(one), "named": one.named, "reached": one.steps.reached} for one in made.table]
     return {
         "choice": made.choice,
@@ -107,7 +107,7 @@ def _links(machine: Machine) -> str:
 
 
 def _ranked(made: LossPlan, notes: list[str]) -> list[Any]:
-    """Show the ranked table, its meaning and the sentence."""
+    """Format the ranked table, its legend and the concluding sentence."""
     rows = []
     for one in made.table:
         ends = [format_seconds(value) for value in (one.seconds.low, one.seconds.high)]

@@ -3,22 +3,23 @@
     seconds to the loss = steps of dense x ratio x seconds per step, and dense steps at the start
     seconds per step    = computation + work + (exchange - hidden) / period
 
-The ratio is ``steps.steps_ratio``'s.  The exchange time is that of the method's messages:
+``steps_to_loss.steps_ratio`` gives the ratio. The exchange time follows from the method's messages:
 
-- PyTorch's allreduce (of dense, its hooks, and DiLoCo) is gloo's ring, in segments of at most 1
-  MiB, at least two per rank and direction; each segment waits for the latency, after the receiver
-  has asked for it.
-- Averages of few bits take two rounds, in each of which a rank sends to all others at once.
+- PyTorch's allreduce (for dense, its hooks and DiLoCo) is gloo's ring, in segments of at most 1
+  MiB, at least two per rank and direction; each segment takes the latency once more, because the
+  receiver has to ask for it.
+- Averages in few bits take two rounds; in each, a rank sends to all others at once.
 - Sparse gradients take the fastest collective of ``planner.plan``.
 
-TCP halves the window of a silent connection every 0.2 s plus a round trip, down to 10 packets, and
-afterwards doubles it per round trip. Packets that do not fit into a link's queue are lost, and sent again
-in windows that grow by a packet per round trip. DDP's buckets of 25 MiB are summed two at a time,
-which hides the latencies of one of them. For dense, all but the last bucket are hidden by the rest
-of the backward pass; delayed averages are hidden by the computation of the steps of the delay.
+For every 0.2 s plus a round trip that a connection is silent, TCP halves its window, down to 10
+packets; afterwards, the window doubles per round trip. Packets that do not fit into a link's queue
+are lost, and are sent again in windows that grow by a packet per round trip. DDP's buckets of 25
+MiB are summed two at a time, which hides the latencies of one of them. For dense, the rest of the
+backward pass hides all buckets but the last; delayed averages are hidden by the computation during
+the delay.
 
-The prediction is pure arithmetic from a ``Machine`` and sizes to a ``LossPlan``, the same on every
-rank.
+The prediction computes a ``LossPlan`` from a ``Machine`` and sizes by pure arithmetic, so it is the
+same on every rank.
 """
 
 from __future__ import annotations
@@ -54,17 +55,16 @@ _SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # bytes, and least number per rank, of seg
 _PACKET = 1_448  # bytes of payload of a packet
 _WINDOW = 14_600  # bytes that TCP sends before the first acknowledgement
 _QUEUE = 0.1  # seconds that a packet may wait for a link, at least a round trip; typical of a modem
-# round trips per square root of packets, in which connections that share a link regain what they lost: a
-# window grows by a packet per round trip, so n packets take about sqrt(2 n) of them.  This was set
-# by hand to match nine exchanges in the lab: 4 ranks, 0.4 to 1.8 MB, 10 and 30 Mbit/s, 20 to 80 ms
+# Round trips per square root of lost packets until connections on a shared link have recovered: a
+# window grows by a packet per round trip, so n packets take about sqrt(2 n) round trips.  Set by
+# hand to match nine exchanges in the lab: 4 ranks, 0.4 to 1.8 MB, 10 and 30 Mbit/s, 20 to 80 ms.
 _REGROWTH = 0.25
 _PAUSE = 0.2  # seconds, plus a round trip: Linux's least time until it halves a silent window
 _BUCKETS_AT_ONCE = 2  # buckets that gloo sums concurrently
-# elements after compression per matrix rank and square root of n, in two byte-level GPTs of 4
-# layers
+# compressed elements per matrix rank and square root of n, from two byte-level GPTs of 4 layers
 _LOW_RANK = 10.6
-# passes over the model, each as long as a dense sum: those of PowerSGD's products, and those of
-# sparse gradients besides their selection (set by hand, from the lab)
+# passes over the model, each as long as a dense sum: for PowerSGD's products, and for sparse
+# gradients besides selection (set by hand, from the lab)
 _LOW_RANK_PASSES, _SPARSE_PASSES = 30, 6
 _ALIKE = 1.1  # ratio of times below which the simpler method is chosen
 _SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one in 64 takes 12.5 bits
@@ -72,15 +72,15 @@ _SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one in 64 takes 12.5 bits
 
 @dataclass(frozen=True)
 class Method:
-    """A training method that the planner compares.
+    """A training method that the study compares.
 
     Attributes:
         name: the name in ``benchmarks/frontier.md``.
         recipe: the recipe that determines the number of steps.
         optimizers: the optimizers with which the method was measured.
-        use: how a user selects the method.
+        use: the user's code or option that selects the method.
         bits: bits per element when averages are exchanged; 32 for gloo's allreduce.
-        block: number of elements that share a scale, if they have few bits.
+        block: number of elements that share a scale, if values have few bits.
         fragments: number of parts of the model that are exchanged in turn within a period.
         delay: steps after which an exchange must have ended.
         start: dense steps before gradients are compressed.
@@ -129,8 +129,8 @@ METHODS: Final = (
         start=10,
     ),
     _updates("updates", 2, "attach(model, optimizer)", bits=2),
-    # the steps of a recipe do not depend on bits; on a model of 1.3 M elements, one bit instead of
-    # two costs 0.9 % of loss after 1,000 steps (docs/optimizers.md)
+    # A recipe's number of steps does not depend on bits; on a model of 1.3 M elements, one bit
+    # instead of two raises the loss by 0.9 % after 1,000 steps (docs/optimizers.md).
     _updates("updates-1bit", 2, 'OuterStep of "updates": 1 bit'),
     _updates("updates-overlap", 2, "OuterStep: 1 bit, fragments=2, delay=1", 2, 1),
     _updates("updates-h4-overlap1", 4, "OuterStep: 1 bit, period=4, fragments=4, delay=1", 4, 1),
@@ -181,15 +181,15 @@ class Outlook:
 
     @property
     def named(self) -> str:
-        """The way, with its period."""
+        """The method's kind, with its period."""
         return f"local steps every {self.period}" if self.way == "local steps" else self.way
 
 
 @dataclass(frozen=True)
 class LossPlan:
-    """The method that first reaches the loss of dense after a number of steps, and the reason.
+    """The method that first reaches dense's loss after a number of steps, and the reason.
 
-    It is the simplest of the methods that would take at most 1.1 times as long as the fastest.
+    Among methods that would take at most 1.1 times as long as the fastest, it is the simplest.
     """
 
     choice: str
@@ -202,7 +202,7 @@ class LossPlan:
 
     @property
     def dense(self) -> Outlook:
-        """The dense method, with which all others are compared."""
+        """The dense method, to which all others are compared."""
         return next(entry for entry in self.table if entry.method == "dense")
 
 
@@ -220,16 +220,16 @@ def plan_loss(
 ) -> LossPlan:
     """Choose the method that first reaches a loss, or the simplest method within 10 % of its time.
 
-    Only methods that reach the loss even at the upper end of their likely steps compete.
+    Methods are considered only if they reach the loss even at the upper end of their likely steps.
 
     Args:
         size: trained elements, n.
         world_size: ranks, P.
-        machine: the machine's links and ranks.
+        machine: the speeds of links and ranks.
         candidates: collectives for sparse gradients.
         optimizer: the optimizer of the training.
         steps: steps that dense needs to reach the loss, in a run planned for it.
-        compute: seconds of a step without any exchange.
+        compute: seconds of a step without its exchange.
         density: k / n of sparse gradients; by default 0.01, at which curves were measured.
         methods: names of the methods to compare; None for all.
 
@@ -267,7 +267,7 @@ def plan_loss(
         before = method.start * (dense - seconds)
         until = Ratio(
             *(
-                # the dense start may be longer than a very short training run
+                # a very short training run may be shorter than the dense start
                 max(before + steps * seconds * more, 0.0)
                 for more in (ratio.mean, ratio.low, ratio.high)
             )
@@ -286,7 +286,7 @@ def plan_loss(
 
 
 class _Exchange(NamedTuple):
-    """The seconds of an exchange on the links and of a rank's work, and the bytes that it sends."""
+    """Seconds of an exchange on the links, seconds of a rank's work, and bytes that a rank sends."""
 
     wire: float
     work: float
@@ -318,12 +318,12 @@ def step_seconds(
 def _exchange(
     method: Method, size: int, world_size: int, machine: Machine, idle: float
 ) -> _Exchange:
-    """Return an exchange of ``size`` elements."""
+    """Return the cost of an exchange of ``size`` elements."""
     share, whole = (world_size - 1) / world_size, machine.gamma * WORD_BYTES * size
     family = method.recipe.family
     if family == "low-rank":
         sent = WORD_BYTES * min(_LOW_RANK * method.recipe.matrix_rank * math.sqrt(size), size)
-        # the three parts are left factors, right factors, and parameters that are not matrices
+        # three parts: left factors, right factors, and parameters that are not matrices
         wire = 3 * allreduced(sent / 3, world_size, machine, idle)
         return _Exchange(wire, _LOW_RANK_PASSES * whole, 2 * share * sent)
     if method.recipe.selects:
@@ -381,14 +381,14 @@ def allreduced(
 
 
 def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) -> float:
-    """Return the seconds by which TCP's first windows after a pause are late.
+    """Return the seconds that TCP's small windows after a pause cost.
 
-    A connection has been silent for the pause, and for the round trip before it.
+    A connection is silent for the pause and for the round trip before it.
     """
     trip, seconds, sent = 2 * machine.alpha, 0.0, 0.0
-    # after 64 halvings a window has its smallest size
+    # after 64 halvings, any window has its smallest size
     halved = 2.0 ** min(int((idle + trip) / (_PAUSE + trip)), 64)
-    # bytes in flight if nothing were late
+    # bytes in flight with a full window
     full = min(nbytes, trip / machine.beta) if machine.beta else nbytes
     window = max(full / halved, connections * _WINDOW)
     while sent + window < nbytes and window < full:
@@ -398,9 +398,10 @@ def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) 
 
 
 def _losses(nbytes: float, connections: int, machine: Machine) -> float:
-    """Return the seconds by which connections on a shared link are late after dropped packets.
+    """Return the seconds that dropped packets cost the connections on a shared link.
 
-    The link drops packets that do not fit into its queue; the connection with the most losses ends last.
+    The link drops packets that do not fit into its queue; the connection with the most losses
+    finishes last.
     """
     trip = 2 * machine.alpha
     fits = max(trip, _QUEUE) / machine.beta if machine.beta else math.inf
@@ -413,7 +414,7 @@ def _losses(nbytes: float, connections: int, machine: Machine) -> float:
 
 
 def _why(table: Sequence[Outlook], world_size: int, size: int) -> str:
-    """Say in one sentence what to use, and why."""
+    """Return a sentence that recommends a method and gives the reason."""
     best = table[0]
     if world_size == 1 or size == 0:
         alone = "one rank has nobody to exchange with"

@@ -1,10 +1,10 @@
-"""How many more steps a method needs to reach a loss than dense training: a fit to measured curves.
+"""Predict how many more steps than dense a method needs to reach a loss, by a fit to measured curves.
 
-    ratio = exp(sum of coefficient x feature)        1 for as many as dense of the same optimizer
+    ratio = exp(sum of coefficient x feature)        1: as many steps as dense, same optimizer
 
-The numbers are those that ``python benchmarks/steps.py`` fits to the curves of
-``benchmarks/frontier/results.jsonl`` and writes here; ``benchmarks/steps.md`` has the data, and the
-errors for tasks that were not fitted to. The curves are of small models (0.1 to 8.4 M parameters), 60 to
+``python benchmarks/steps.py`` fits the coefficients to the curves of
+``benchmarks/frontier/results.jsonl`` and writes them here; ``benchmarks/steps.md`` has the data,
+and the errors for held-out tasks. The curves cover small models (0.1 to 8.4 M parameters), 60 to
 3,000 steps and mostly 4 ranks; beyond that, predictions are a guess.
 """
 
@@ -33,7 +33,7 @@ __all__ = [
 Family = Literal["dense", "low-rank", "sparse gradients", "local", "updates", "outer momentum"]
 Optimizer = Literal["sgd", "adamw", "muon"]
 
-# the largest ratio that a run as long as that of dense can show at the middle of the run of dense
+# the largest ratio that a run of dense's length can show for dense's loss at the middle of its run
 FARTHEST: Final = 2.0
 _SHORTEST, _LONGEST = 60, 3000  # steps of the measured runs of dense
 _USUAL_RANKS, _USUAL_STEPS, _USUAL_RANK = 4, 300, 4
@@ -66,15 +66,15 @@ LIKELY: Final = 1.32  # factor, either way
 
 @dataclass(frozen=True)
 class Recipe:
-    """The part of a method that decides how many steps it needs.
+    """The properties of a method that determine how many steps it needs.
 
     Attributes:
-        family: "local" has local steps whose changes are averaged; "updates" has steps as long as
-            those of averaged gradients in addition; with "outer momentum", the average also passes
-            through an outer momentum.
+        family: "local" averages the changes of local steps; "updates" also makes these steps as
+            long as steps with averaged gradients; "outer momentum" also applies an outer momentum
+            to the average.
         period: local steps between exchanges, H.
-        delayed: an exchange is applied a step or more after it began.
-        selects: only a part of the entries is exchanged.
+        delayed: whether an exchange is applied a step or more after it began.
+        selects: whether only some of the entries are exchanged.
         matrix_rank: matrix rank of low-rank gradients.
     """
 
@@ -87,7 +87,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Steps over those of dense; of 10 measurements on other tasks, 8 were in ``low`` to ``high``.
+    """A number of steps relative to dense; 8 of 10 held-out measurements were in ``low`` to ``high``.
 
     Example:
         >>> Ratio(1.1, 0.8, 1.4).reached, Ratio(4.0, 3.0, 5.0).reached
@@ -100,7 +100,7 @@ class Ratio:
 
     @property
     def reached(self) -> bool:
-        """Whether measured runs could show this ratio; if not, dense's loss counts as not reached."""
+        """Whether measured runs could show this ratio; otherwise, the loss counts as not reached."""
         return self.mean <= FARTHEST
 
     @property
@@ -110,13 +110,13 @@ class Ratio:
 
 
 def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> dict[str, float]:
-    """Return the terms of the ratio's logarithm by name; dense has no terms.
+    """Return the features by name; dense has none.
 
     Args:
-        recipe: the recipe of the method.
+        recipe: the method's recipe.
         optimizer: the optimizer that takes the steps.
         ranks: world size.
-        steps: steps of the whole run of dense.
+        steps: steps of the complete dense run.
 
     Example:
         >>> features(Recipe("updates", period=4), "adamw", 4, 300)["period"]
@@ -146,7 +146,7 @@ def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> 
 
 
 def steps_ratio(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> Ratio:
-    """Predict how many times the steps of dense a method needs, from the arguments of ``features``.
+    """Predict a method's steps relative to dense; the arguments are those of ``features``.
 
     Raises:
         ConfigurationError: a number is out of range.

@@ -1,1 +1,1 @@
-"""The papers' training tasks: each class is a workload of ``sparsync train``, through an entry point."""
+"""The papers' training tasks; entry points make each class a workload of ``sparsync train``."""

@@ -1,6 +1,6 @@
 """AN4, in which people spell names and addresses, and the LSTM that recognises their letters.
 
-The layout is that of CMU: ``etc/an4_train.fileids`` and ``.transcription``, and sounds below
+The folder has CMU's layout: ``etc/an4_train.fileids`` and ``.transcription``, and sounds below
 ``wav``.
 """
 
@@ -66,8 +66,9 @@ class Spoken(Samples):
         """See ``Samples``.
 
         Returns:
-            Spectrograms `[batch, 1, 161, frames]`, short ones padded with 0; letters `[batch, longest]`,
-            padded with ``BLANK``, the number of letters `[batch]`, and the number of frames `[batch]`.
+            Spectrograms `[batch, 1, 161, frames]`, padded with 0; letters `[batch, longest]`,
+            padded with ``BLANK``; the number of letters `[batch]`; and the number of frames
+            `[batch]`.
         """
         utterances = [self.utterances[number] for number in chosen.tolist()]
         heard = [spectrogram(read_sound(sound)).T for sound, _ in utterances]
@@ -94,10 +95,10 @@ def _utterances(names: Path) -> list[Utterance]:
 
 
 def spelled(text: str, place: Path) -> Tensor:
-    """Return the numbers of a text's letters, in upper case.
+    """Convert a text to upper case and return the numbers of its letters.
 
     Raises:
-        ConfigurationError: the text has another character, or is empty.
+        ConfigurationError: the text is empty or has any other character.
     """
     letters = " ".join(text.upper().split())
     strange = sorted(set(letters) - set(LETTERS[1:]))
@@ -110,7 +111,7 @@ def spelled(text: str, place: Path) -> Tensor:
 
 
 def read_sound(path: Path) -> Tensor:
-    """Read 16-bit samples at 16 kHz, one channel: a .wav file, or bare numbers in either byte order.
+    """Read a sound of 16-bit mono samples at 16 kHz: a .wav file, or raw numbers in either byte order.
 
     Returns:
         `[samples]`, ``float32`` in [-1, 1).
@@ -143,17 +144,17 @@ def read_sound(path: Path) -> Tensor:
 
 
 def _roughness(samples: np.ndarray) -> float:
-    """Measure jumps: sound in the wrong byte order is noise, and CMU distributes AN4 in both orders."""
+    """Measure jumps between samples; sound that is read in the wrong byte order is noise."""
     return float(np.abs(np.diff(samples.astype(np.float64))).sum())
 
 
 def spectrogram(samples: Tensor, *, window: int = 320, stride: int = 160) -> Tensor:
-    """Return log(1 + magnitude), with mean 0 and deviation 1 over an utterance, `[bins, frames]`.
+    """Return log(1 + magnitude), `[bins, frames]`, with mean 0 and deviation 1 over the utterance.
 
     Args:
         samples: the sound, `[samples]`.
-        window: samples of a frame: 20 ms, which have 161 frequencies.
-        stride: samples between frames: 10 ms.
+        window: samples per frame (20 ms, which gives 161 frequencies).
+        stride: samples between frames (10 ms).
 
     References: Amodei et al., `Deep Speech 2 <https://arxiv.org/abs/1512.02595>`_, 2015.
     """
@@ -171,7 +172,7 @@ def edit_distance(hypothesis: Words, reference: Words) -> int:
         >>> edit_distance("kitten", "sitting")
         3
 
-    Cost: an iteration in Python per pair of elements.
+    Cost: one Python iteration per pair of elements.
     """
     row = list(range(len(reference) + 1))
     for i, heard in enumerate(hypothesis, start=1):
@@ -197,10 +198,10 @@ def errors(hypotheses: Sequence[Words], references: Sequence[Words]) -> tuple[in
 @final
 @dataclass(frozen=True)
 class Ctc(Objective):
-    """Connectionist temporal classification in nats per utterance; WER and CER of the likeliest letters.
+    """Connectionist temporal classification: nats per utterance, and WER and CER of greedy decoding.
 
-    Targets are letters `[batch, longest]`, their number, and the frames of each utterance. An utterance
-    that is too short for its letters counts as 0 nats.
+    Targets are the letters `[batch, longest]`, and the numbers of letters and frames of each
+    utterance. An utterance that is too short for its letters counts as 0 nats.
 
     References: Graves et al., `Connectionist Temporal Classification
     <https://www.cs.toronto.edu/~graves/icml_2006.pdf>`_, 2006.
@@ -226,7 +227,7 @@ class Ctc(Objective):
         return Evaluation(self._nats(logits, targets).item(), hits, len(said), more)
 
     def figures(self, whole: Evaluation) -> dict[str, float]:
-        """Return edits per word and per letter; they may exceed 1."""
+        """Return the numbers of edits per word and per letter, which may exceed 1."""
         more = whole.more
         return {
             "WER": mean(more["in_words"], more["words"]),
@@ -247,7 +248,7 @@ class Ctc(Objective):
 
 
 def heard_texts(logits: Tensor, positions: Tensor) -> list[str]:
-    """Return the likeliest letter of every position, without repetitions and blanks.
+    """Return the likeliest letter of every position, without repetitions or blanks.
 
     Args:
         logits: `[batch, positions, letters]`.
@@ -267,7 +268,7 @@ def _text(letters: list[int]) -> str:
 @final
 @dataclass(frozen=True)
 class LstmAn4(FolderWorkload[Spoken]):
-    """Ok-Topk, section 5, with the settings of its published runs (density 0.02)."""
+    """The workload of Ok-Topk, section 5, with the settings of its published runs (density 0.02)."""
 
     width: int = 800  # hidden units per layer
     layers: int = 5  # stacked LSTM layers
@@ -283,7 +284,7 @@ class LstmAn4(FolderWorkload[Spoken]):
         return Ctc()
 
     def find(self) -> tuple[Path, Path]:
-        """Return the lists of the training utterances and of the held-out ones."""
+        """Return the files that list the training and the held-out utterances."""
         names = ["etc/an4_train.fileids", "an4/etc/an4_train.fileids"]
         first = existing(self.data, names, what="the utterances of AN4", advice=_ADVICE)
         what = "the held-out utterances of AN4"

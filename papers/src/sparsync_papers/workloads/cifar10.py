@@ -1,7 +1,7 @@
-"""CIFAR-10, which has 60,000 colour images of 32 x 32 pixels in ten classes, and its classifiers.
+"""CIFAR-10 (60,000 colour images of 32 x 32 pixels in ten classes) and its classifiers.
 
-The python format is a pickle. A pickle can name any function to be called, so this module refuses every
-name except those that an array of bytes needs.
+The files of the Python version are pickles, which can make the reader call any function. This
+module therefore refuses every name except those needed for an array of bytes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _ADVICE = "unpack CIFAR-10's python or binary archive there"
 
 @final
 class Cifar10(Samples):
-    """Images and their classes.
+    """CIFAR-10 images and their classes.
 
     Args:
-        pixels: `[n, 3, 32, 32]` with ``uint8``.
+        pixels: `[n, 3, 32, 32]`, ``uint8``.
         labels: `[n]`, ``int64``.
 
-    In training, images are shifted by up to four pixels, and half of them are mirrored (He et al. 2016,
-    section 4.2).
+    Training shifts images by up to four pixels and mirrors half of them (He et al. 2016, section
+    4.2).
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
@@ -64,7 +64,7 @@ class Cifar10(Samples):
         return len(self.labels)
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> tuple[Tensor, Tensor]:
-        """See ``Samples``: images `[batch, 3, 32, 32]`, ``float32``."""
+        """Return images `[batch, 3, 32, 32]`, ``float32``, and classes; see ``Samples``."""
         images = normalised(self.pixels[chosen], _MEAN, _DEVIATION)
         if generator is not None:
             images = flipped(shifted(images, generator, most=4), generator)
@@ -87,7 +87,7 @@ class CifarWorkload(FolderWorkload[Cifar10]):
 
     @final
     def find(self) -> list[Path]:
-        """Return the five files of training images and that of test images, in either format."""
+        """Return the five files of training images and the file of test images, in either format."""
         what = "the images of CIFAR-10"
         names = [f"{inner}/data_batch_1{end}" for inner in _FOLDERS for end in ("", ".bin")]
         first = existing(self.data, names, what=what, advice=_ADVICE)
@@ -147,7 +147,7 @@ class Resnet110Cifar10(CifarWorkload):
 
 
 def read_binary(path: Path) -> tuple[Tensor, Tensor]:
-    """Read records of one byte for the class and 3,072 for the pixels in red, green, blue."""
+    """Read records of one byte for the class and 3,072 bytes for the red, green and blue pixels."""
     content = np.fromfile(path, dtype=np.uint8)
     if not len(content) or len(content) % (1 + _PIXELS):
         raise ConfigurationError(
@@ -159,7 +159,7 @@ def read_binary(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_python(path: Path) -> tuple[Tensor, Tensor]:
-    """Read the pickle of a dictionary with ``data``, `[n, 3072]`, and ``labels``; see the module."""
+    """Read a pickled dictionary with ``data``, `[n, 3072]`, and ``labels``; see the module."""
     try:
         with path.open("rb") as file:
             content = _Unpickler(file, encoding="bytes").load()
@@ -187,8 +187,8 @@ def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Tensor
     return images, torch.from_numpy(labels.astype(np.int64))
 
 
-# these are the names that an array of bytes needs in a pickle, with both names of numpy's module;
-# for old protocols, Python 3 writes bytes by ``codecs.encode``, always in latin1
+# An array of bytes needs these names in a pickle, with both names of numpy's module.  For old
+# protocols, Python 3 writes bytes by ``codecs.encode``, always in latin1.
 _REBUILD = np.empty(0).__reduce__()[0]
 _ALLOWED = MappingProxyType(
     {

@@ -1,6 +1,6 @@
-"""BERT on documents of Wikipedia: pairs of passages in which some tokens are masked.
+"""BERT on Wikipedia: pairs of passages in which some tokens are masked.
 
-A text file has a sentence per line and one document per block of lines; empty lines separate blocks.
+A text file has one sentence per line, and empty lines between documents.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _SHORTEST = 8  # tokens of a sample: three separators, and two passages
 
 
 def word_pieces(text: str, vocabulary: Vocabulary) -> list[str]:
-    """Split a text into the longest pieces in a vocabulary; pieces inside a word begin with ##.
+    """Split a text into the longest pieces of a vocabulary; pieces inside a word begin with ##.
 
-    The text is lower-cased and loses its accents. A vocabulary of whole words works as well.
+    The text is lower-cased and stripped of accents. A vocabulary of whole words works as well.
 
     Example:
         >>> vocabulary = Vocabulary(["[UNK]", "un", "##able", "##a", "!"], unknown="[UNK]")
@@ -84,15 +84,16 @@ def _pieces(word: str, vocabulary: Vocabulary) -> list[str]:
 
 @final
 class MaskedPairs(Samples):
-    """Two passages of up to ``context`` tokens together; in half of the pairs, one follows the other.
+    """Pairs of passages with ``context`` tokens in total; in half of the pairs, one follows the other.
 
     15 % of a sample's tokens must be predicted: of these, 80 % are masked, 10 % replaced by random ones,
-    and 10 % kept (BERT, section 3.1). Each sample begins in another document, at a random place.
+    and 10 % kept (BERT, section 3.1). Each sample begins in a different document, at a random
+    place.
 
     Args:
         path: the file of documents, which are read on demand.
         vocabulary: a vocabulary with ``PAD``, ``CLASS``, ``SEPARATOR`` and ``MASK``.
-        context: tokens of a sample, 8 or more.
+        context: tokens per sample, at least 8.
         share: the share of tokens that must be predicted.
 
     Raises:
@@ -118,7 +119,7 @@ class MaskedPairs(Samples):
         self.padding, self.first, self.separator, self.mask = special
 
     def __len__(self) -> int:
-        """Return the number of samples, which is that of documents."""
+        """Return the number of samples, one per document."""
         return len(self.places)
 
     def sentences(self, document: int) -> list[str]:
@@ -169,7 +170,7 @@ class MaskedPairs(Samples):
         return masked, segments, words, int(other)
 
     def _numbers(self, lines: Iterator[str], most: int, *, from_end: bool = False) -> list[int]:
-        """Return up to ``most`` tokens of lines; with ``from_end``, the lines come in reverse order."""
+        """Return up to ``most`` tokens of ``lines``, which with ``from_end`` come in reverse order."""
         found: list[int] = []
         while len(found) < most and (line := next(lines, None)) is not None:
             more = self.vocabulary.numbers(word_pieces(line, self.vocabulary))
@@ -196,7 +197,7 @@ class MaskedPairs(Samples):
 
 
 def _blocks(content: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Yield the beginning and end of each block of lines; empty lines separate blocks."""
+    """Yield the beginning and end of each document, i.e. of a block of lines between empty lines."""
     start, size = 0, len(content)
     while start < size:
         found = content.find(b"\n\n", start)
@@ -208,9 +209,9 @@ def _blocks(content: mmap.mmap) -> Iterator[tuple[int, int]]:
 
 @final
 class MaskedWords(Objective):
-    """The sum of the mean cross entropies of masked words and of "is the second passage unrelated?".
+    """The sum of the mean cross entropies of masked words and of next-passage prediction.
 
-    The evaluation has the loss, the hits and the perplexity of the words alone, and the share of
+    The evaluation reports the loss, hits and perplexity of the words alone, and the share of
     correctly classified passages.
     """
 
@@ -236,7 +237,7 @@ class MaskedWords(Objective):
 @final
 @dataclass(frozen=True)
 class BertWikipedia(FolderWorkload[MaskedPairs]):
-    """Ok-Topk (section 5) has Adam with decoupled weight decay 0.01; use ``--lr-schedule linear``."""
+    """The workload of Ok-Topk, section 5: Adam with decoupled decay 0.01 (``--lr-schedule linear``)."""
 
     width: int = 768  # numbers per position, a multiple of 64: the width of a head
     layers: int = 12  # blocks
@@ -264,7 +265,7 @@ class BertWikipedia(FolderWorkload[MaskedPairs]):
         return MaskedWords()
 
     def find(self) -> tuple[Path, Path, Path]:
-        """Return ``train.txt``, ``valid.txt`` and ``vocab.txt``, which has a token per line."""
+        """Return ``train.txt``, ``valid.txt`` and ``vocab.txt`` (one token per line)."""
         training, held_out = (
             existing(self.data, [name], what="the documents", advice=_ADVICE)
             for name in ("train.txt", "valid.txt")
@@ -274,7 +275,7 @@ class BertWikipedia(FolderWorkload[MaskedPairs]):
         return training, held_out, vocabulary
 
     def load(self) -> tuple[MaskedPairs, MaskedPairs]:
-        """Open the documents; there must be two, and the vocabulary must have the special tokens."""
+        """Open the documents (at least two) and the vocabulary, which must have the special tokens."""
         *texts, tokens = self.find()
         vocabulary = Vocabulary(list(read_lines(tokens)), unknown=UNKNOWN)
         missing = [word for word in (PAD, CLASS, SEPARATOR, MASK) if word not in vocabulary]
@@ -284,7 +285,7 @@ class BertWikipedia(FolderWorkload[MaskedPairs]):
         return training, held_out
 
     def make_model(self, seed: int) -> nn.Module:
-        """See ``Workload``; the vocabulary is that of ``vocab.txt``."""
+        """Make the model for the vocabulary of ``vocab.txt``; see ``Workload``."""
         vocabulary = self.parts[0].vocabulary
         return seeded(
             Bert,

@@ -1,4 +1,4 @@
-"""Workloads that read a folder: they find files by name, and distribute numbered samples over ranks."""
+"""Workloads that find files by name in a folder, and distribute numbered samples over ranks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Samples(ABC):
 
         Args:
             chosen: numbers of samples, `[batch]`.
-            generator: draws random choices in training (crops, masks); None in evaluation, in which
-                the same samples always give the same batch.
+            generator: for random choices in training (crops, masks); None in evaluation, where the
+                same samples always give the same batch.
         """
 
     def chosen(self, draw: Draw) -> Tensor:
-        """Return the numbers of a rank's samples at a step."""
+        """Return the numbers of the samples that a rank uses at a step."""
         return draw.samples(len(self))
 
 
@@ -75,7 +75,7 @@ class FolderWorkload(Workload, Generic[S]):
 
     @abstractmethod
     def load(self) -> tuple[S, S]:
-        """Read the training samples and the held-out ones.
+        """Read the training and the held-out samples.
 
         Raises:
             ConfigurationError: a file is not as expected.
@@ -138,14 +138,14 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def padded(rows: Sequence[Tensor], value: float) -> Tensor:
-    """Stack rows of unequal length, `[rows, longest]`."""
+    """Stack rows of unequal length into `[rows, longest]`, padded with ``value``."""
     return pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
 def normalised(
     pixels: Tensor, mean: tuple[float, float, float], deviation: tuple[float, float, float]
 ) -> Tensor:
-    """Return ``float32`` images `[n, 3, height, width]` of ``uint8`` ones, in [0, 1] and whitened."""
+    """Convert ``uint8`` images `[n, 3, height, width]` to ``float32`` in [0, 1], and whiten them."""
     shift, scale = (torch.tensor(values).view(3, 1, 1) for values in (mean, deviation))
     return (pixels.float() / 255 - shift) / scale
 

@@ -1,4 +1,4 @@
-"""Folders of images, one per class, as in ImageNet, and classifiers; Pillow decodes the images."""
+"""ImageNet, or any folders of images with one folder per class, and classifiers."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 @final
 class ImageFolders(Samples):
-    """Images in folders, which are decoded when they are asked for.
+    """Images in folders, decoded on demand.
 
-    In training, a random part of an image is scaled, and half of the images are mirrored; in evaluation,
-    the centre is scaled.
+    Training scales a random part of each image and mirrors half of the images; evaluation scales
+    the centre.
 
     Raises:
         ConfigurationError: a file has an unknown class, or the folder has no image.
@@ -71,7 +71,7 @@ class ImageFolders(Samples):
         return len(self.files)
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> tuple[Tensor, Tensor]:
-        """See ``Samples``: images `[batch, 3, side, side]`, ``float32``, and classes `[batch]`."""
+        """Return images `[batch, 3, side, side]`, ``float32``, and classes `[batch]`; see ``Samples``."""
         files = [self.files[number] for number in chosen.tolist()]
         pixels = torch.stack([self._pixels(self.folder / name, generator) for name, _ in files])
         images = normalised(pixels, _MEAN, _DEVIATION)
@@ -80,7 +80,7 @@ class ImageFolders(Samples):
         return images, torch.tensor([number for _, number in files])
 
     def _pixels(self, path: Path, generator: np.random.Generator | None) -> Tensor:
-        """Decode and scale, `[3, side, side]` with ``uint8``."""
+        """Decode and scale an image; return `[3, side, side]`, ``uint8``."""
         try:
             from PIL import Image
         except ImportError as error:
@@ -112,7 +112,7 @@ def random_box(
     slant: float = 4 / 3,  # largest ratio of the sides, either way
     attempts: int = 10,  # attempts to find a box that fits; else the whole centre
 ) -> Box:
-    """Draw a part of an image: its share of the area, its aspect ratio, and its place.
+    """Draw a random box in an image: its share of the area, its aspect ratio and its place.
 
     References: Szegedy et al., `Going Deeper with Convolutions <https://arxiv.org/abs/1409.4842>`_,
     2014, section 6.
@@ -129,7 +129,7 @@ def random_box(
 
 
 def centre_box(width: int, height: int, *, share: float = 224 / 256) -> Box:
-    """Return the square in the middle of an image.
+    """Return the central square of an image.
 
     Example:
         >>> centre_box(300, 256)
@@ -146,7 +146,7 @@ def _folders(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class ImagenetWorkload(FolderWorkload[ImageFolders]):
-    """A model on folders of images, one class per folder; top-5 is reported as well."""
+    """A classifier of images in folders, one class per folder; reports top-5 accuracy as well."""
 
     width: int = 64  # channels of the first stage
     side: int = 224  # pixels of an image, in height and width
@@ -162,7 +162,7 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
 
     @final
     def find(self) -> list[Path]:
-        """Return ``train`` and ``val``."""
+        """Return the folders ``train`` and ``val``."""
         advice = "unpack ImageNet there, with a folder per class (in val as well)"
         return [
             existing(self.data, [name], what="the images", advice=advice)
@@ -193,7 +193,7 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
 class Resnet50Imagenet(ImagenetWorkload):
     """WAGMA, section 5.2: 64 ranks with 64 images each; the lr of Goyal et al. 2017 for 256 images.
 
-    With one more class than folders, "background", it has the paper's number of parameters.
+    One class more than there are folders ("background") gives the paper's parameter count.
     """
 
     name = "resnet50-imagenet"
@@ -206,7 +206,7 @@ class Resnet50Imagenet(ImagenetWorkload):
 
 
 class _WithHiddenLayers(ImagenetWorkload):
-    """A model with fully connected layers whose widths scale in proportion."""
+    """A model whose fully connected layers scale in proportion to ``--width``."""
 
     defaults = Defaults(sgd_lr=0.01, adam_lr=1e-4, batch_size=32, weight_decay=5e-4)
 
@@ -234,7 +234,8 @@ class Vgg16Imagenet(_WithHiddenLayers):
 class _Wide(ImagenetWorkload):
     """SparCML, section 8.4: 64 ranks with 8 images each.
 
-    Its learning rate of 1 is for CNTK, whose momentum averages: with momentum 0.9 this is 0.1 in torch.
+    The paper's learning rate of 1 is for CNTK, whose momentum averages; with momentum 0.9, it
+    corresponds to 0.1 in torch.
     """
 
     width: int = 256

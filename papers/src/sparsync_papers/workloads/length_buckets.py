@@ -18,14 +18,14 @@ _NEWLINE = 10
 
 
 def bucket_lengths(lengths: Tensor, width: int) -> Tensor:
-    """Return the longest length of each bucket; bucket b has lengths from ``b * width + 1`` on."""
+    """Return the longest length of each line's bucket; bucket b begins at length ``b * width + 1``."""
     return (lengths + width - 1) // width * width
 
 
 def draw_from_bucket(
     padded_lengths: Tensor, generator: np.random.Generator, count: int
 ) -> tuple[Tensor, int]:
-    """Draw a bucket in proportion to its size, then samples of it; all samples are equally likely.
+    """Draw a bucket in proportion to its size, then samples from it; all samples are equally likely.
 
     Returns:
         Numbers of samples, `[count]`, and the bucket's padded length.
@@ -42,13 +42,13 @@ def draw_from_bucket(
 class LineBuckets:
     r"""The lines of a text, sorted by length; a bucket holds lines of similar lengths.
 
-    A line is predicted completely: its tokens begin with the previous newline, and its targets end
-    with its own newline.
+    Every byte of a line is predicted: its tokens begin with the previous newline, and its targets
+    end with its own newline.
 
     Args:
         text: `[bytes]` with ``torch.uint8``.
-        longest: bytes of the longest line, including its newline; empty and longer lines are left
-            out.
+        longest: bytes of the longest line, including its newline; empty and longer lines are
+            omitted.
         width: bucket b holds the lengths from ``b * width + 1`` to ``(b + 1) * width``.
 
     Attributes:
@@ -100,20 +100,20 @@ class LineBuckets:
 @final
 @dataclass(frozen=True)
 class LinesWorkload(Workload):
-    """The byte transformer on lines of Python's own source, like WAGMA's section 5.3 but small.
+    """A byte-level transformer on lines of Python's source: WAGMA's section 5.3 in small.
 
-    Every local batch holds equally many lines of one bucket, which each rank draws for each step,
-    so that the time of a step varies with the length of that bucket. A batch's loss is the mean
-    over its bytes.
+    For each step, every rank draws a bucket, and its batch holds a fixed number of lines from it,
+    so the time of a step varies with the bucket's length. A batch's loss is the mean over its
+    bytes.
     """
 
-    # the bytes of the longest line with its newline; 1 line in 800 is longer than 96
+    # bytes of the longest line, including its newline; 1 line in 800 is longer than 96
     context: int = 96
     width: int = 160  # width of the residual stream, a multiple of the width of a head, 32
     layers: int = 4  # blocks
     bucket_width: int = 16  # bytes between the lengths of neighbouring buckets
-    # the tokens of a local batch with padding (the paper's number); larger batches are cut so that
-    # a batch of the longest bucket fits
+    # the largest number of tokens in a local batch, including padding (the paper's number); a
+    # larger batch is cut
     max_tokens: int = 8192
 
     name: ClassVar[str] = "lines"
@@ -135,7 +135,7 @@ class LinesWorkload(Workload):
 
     @cached_property
     def parts(self) -> tuple[LineBuckets, LineBuckets]:
-        """The lines to train on and the held-out lines, which are read when they are first asked for."""
+        """The training lines and the held-out lines, read on first use."""
         text = ByteText.of_standard_library(context=self.context)
         return self.buckets(text.training), self.buckets(text.held_out)
 
@@ -148,7 +148,7 @@ class LinesWorkload(Workload):
         return BytesWorkload(self.context, self.width, self.layers).make_model(seed)
 
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Return a batch; each rank draws from the whole text, for any number of ranks."""
+        """Return a batch; each rank draws from the whole text, whatever the number of ranks."""
         count = min(draw.batch_size, self.max_tokens // self.context)
         return self.parts[0].padded(*self.parts[0].draw(draw.generator(), count))
 
@@ -159,10 +159,10 @@ class LinesWorkload(Workload):
         return self.parts[1].padded(chosen, self.context)
 
     def relative_cost(self, *, seed: int, step: int, rank: int) -> float:
-        """Return the tokens of a rank's padded batch relative to their mean.
+        """Return the number of tokens in a rank's padded batch, relative to the mean.
 
-        A simulator multiplies a step's computation time by this number, which depends on the
-        arguments alone.
+        A simulator multiplies a step's computation time by this number, which depends only on the
+        arguments.
         """
         training = self.parts[0]
         _, length = training.draw(np.random.default_rng([seed, step, rank]), 1)

@@ -1,4 +1,4 @@
-"""Pairs of sentences, line by line: the Transformer on WMT17, LSTMs on ATIS and Hansards."""
+"""Sentence pairs, one per line: the Transformer on WMT17, and LSTMs on ATIS and Hansards."""
 
 from __future__ import annotations
 
@@ -63,12 +63,11 @@ class SentencePairs(Samples):
         files: Pair,  # files of the sources and of the targets; words are split at white space
         vocabularies: Vocabularies,  # vocabularies of the sources and of the targets
         *,
-        # the most tokens of a sentence with its end; pairs with longer sentences are dropped; None
-        # for any number
+        # tokens of the longest sentence, including its end; pairs with longer sentences are
+        # dropped; None for any length
         longest: int | None,
         bucket_width: int = 8,  # tokens between the lengths of neighbouring buckets
-        # the tokens of a batch with padding; larger batches are cut so that a batch of the longest
-        # bucket fits
+        # the largest number of tokens in a batch, including padding; a larger batch is cut
         max_tokens: int = 8192,
     ) -> None:
         self.longest, self.max_tokens = longest, max_tokens
@@ -97,7 +96,7 @@ class SentencePairs(Samples):
         return len(self._order)
 
     def chosen(self, draw: Draw) -> Tensor:
-        """Draw a rank's pairs of one bucket; every ``world_size``-th pair is the rank's (WAGMA, 5.3)."""
+        """Draw pairs of one bucket; a rank owns every ``world_size``-th pair (WAGMA, section 5.3)."""
         mine = self.padded_lengths[draw.rank :: draw.world_size].contiguous()
         if not len(mine):
             raise ConfigurationError(
@@ -109,11 +108,12 @@ class SentencePairs(Samples):
         return drawn * draw.world_size + draw.rank
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> Batch:
-        """See ``Samples``; nothing is random.
+        """Return a batch without randomness; see ``Samples``.
 
         Returns:
-            Sources that end with ``END``, and targets that begin with ``START``, padded with ``PAD``;
-            and the same targets ending with ``END``, padded with ``PADDING``: `[batch, longest]` each.
+            Sources that end with ``END`` and targets that begin with ``START``, both padded with
+            ``PAD``; and the same targets ending with ``END``, padded with ``PADDING``. Each is
+            `[batch, longest]`.
         """
         start, end = (torch.tensor([SPECIAL.index(word)]) for word in (START, END))
         pairs = [self._pair(number) for number in chosen.tolist()]
@@ -154,9 +154,9 @@ def ngrams(
 ) -> Counter[str]:
     """Compare each translation with a reference; return the sums from which ``bleu`` is computed.
 
-    "c" and "r" count the words of the candidates and of the references.  "found 2" counts the
-    candidates' pairs of words, and "right 2" the pairs that the reference has as well; likewise up
-    to ``longest``.
+    "c" and "r" count the words of the candidates and of the references. "found 2" counts the
+    candidates' bigrams, and "right 2" those that are also in the reference; likewise up to
+    ``longest``.
 
     Example:
         >>> seven = "the the the the the the the".split()  # the paper's example 2: 2 of 7
@@ -175,7 +175,7 @@ def ngrams(
 def bleu(sums: Counter[str], *, longest: int = 4) -> float:
     """Return corpus BLEU: the geometric mean of the precisions, times the brevity penalty.
 
-    It is in [0, 1] and not smoothed; it is NaN if there are no words.
+    The score is in [0, 1] and not smoothed; it is NaN if there are no words.
 
     References: Papineni et al., `BLEU: a Method for Automatic Evaluation of Machine Translation
     <https://aclanthology.org/P02-1040>`_, 2002.
@@ -195,11 +195,11 @@ def _ngrams(words: Words, n: int) -> Counter[tuple[Hashable, ...]]:
 @final
 @dataclass(frozen=True)
 class Translation(Objective):
-    """Cross entropy of every next word; uncased BLEU-4 of the model's translations, word by word."""
+    """Cross entropy of every next word, and uncased BLEU-4 of greedy translations."""
 
     words: tuple[str, ...]  # words of the target's vocabulary
     smoothing: float = 0.0  # smoothing of the labels in training
-    # a translation has at most this many tokens more than its source (Vaswani et al. 2017, section
+    # a translation may be this many tokens longer than its source (Vaswani et al. 2017, section
     # 6.1)
     longer: int = 50
 
@@ -223,19 +223,19 @@ class Translation(Objective):
         return {"BLEU": bleu(whole.more)}
 
     def _text(self, numbers: Tensor, *, unknown: str) -> list[str]:
-        """Return the words up to the end."""
+        """Return the words before the end token."""
         words = [self.words[number] for number in numbers.tolist()]
         words = words[: words.index(END)] if END in words else words
         return joined([unknown if word == UNKNOWN else word for word in words])
 
 
 def greedy(model: nn.Module, source: Tensor, *, longest: int) -> Tensor:
-    """Append the likeliest next token until every sentence has ended.
+    """Translate by appending the likeliest next token until every sentence has ended.
 
     Returns:
         `[batch, tokens]`; tokens after an ``END`` are arbitrary.
 
-    Cost: a run of the model per token, on all tokens so far.
+    Cost: one run of the model per token, on all previous tokens.
     """
     written = torch.full((len(source), 1), SPECIAL.index(START))
     ended = torch.zeros(len(source), dtype=torch.bool)
@@ -249,7 +249,7 @@ def greedy(model: nn.Module, source: Tensor, *, longest: int) -> Tensor:
 
 
 def joined(pieces: list[str]) -> list[str]:
-    """Join pieces into lower-case words: a piece that ends with "@@" continues in the next one.
+    """Join pieces into lower-case words; a piece that ends with "@@" continues in the next piece.
 
     Example:
         >>> joined(["Ein", "Ver@@", "such", "!"])
@@ -263,7 +263,7 @@ def joined(pieces: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class PairsWorkload(FolderWorkload[SentencePairs]):
-    """Pairs of sentences in length buckets, so steps cost unequal times (WAGMA, section 5.3)."""
+    """Sentence pairs in length buckets, so steps take unequal times (WAGMA, section 5.3)."""
 
     width: int = 768  # numbers per position, or hidden units
     layers: int = 2  # layers of the encoder, and of the decoder
@@ -282,7 +282,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 
     @cached_property
     def vocabularies(self) -> Vocabularies:
-        """Vocabularies of sources and targets: ``vocab.txt``, one word per line, or from the texts."""
+        """The source and target vocabularies, from ``vocab.txt`` (one word per line) or the texts."""
         training = self.find()[0]
         file = self.data / "vocab.txt"
         if self.joint and file.exists():
@@ -321,7 +321,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
         )
 
     def make_model(self, seed: int) -> nn.Module:
-        """See ``Workload``; the vocabularies are those of the data."""
+        """Make the model for the data's vocabularies; see ``Workload``."""
         source, target = self.vocabularies
         return seeded(
             EncoderDecoder,
@@ -337,9 +337,9 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 @final
 @dataclass(frozen=True)
 class TransformerWmt17(PairsWorkload):
-    """WAGMA, section 5.3: English to German, 8,192 tokens at most; otherwise Vaswani et al. 2017.
+    """WAGMA, section 5.3: English to German, up to 8,192 tokens; otherwise Vaswani et al. 2017.
 
-    The learning rate is the peak of the schedule of Vaswani et al., with 4,000 steps of warm-up.
+    The learning rate is the peak of Vaswani et al.'s schedule, after 4,000 warm-up steps.
     """
 
     width: int = 512
@@ -382,7 +382,7 @@ class TransformerWmt17(PairsWorkload):
 @final
 @dataclass(frozen=True)
 class Atis(PairsWorkload):
-    """SparCML, Table 3: 560 sentences on 8 ranks; words to their slots. Learning rates are ours."""
+    """SparCML, Table 3: 560 sentences on 8 ranks, mapping words to slots. The rate is our choice."""
 
     context: int = 64
 
@@ -396,7 +396,7 @@ class Atis(PairsWorkload):
 @final
 @dataclass(frozen=True)
 class Hansards(PairsWorkload):
-    """SparCML, Table 3: 256 sentences on 8 ranks; English to French. Learning rates are ours."""
+    """SparCML, Table 3: 256 sentences on 8 ranks, English to French. The rate is our choice."""
 
     context: int = 64
 

@@ -1,8 +1,8 @@
-"""PPO on tasks whose episodes may end early, so that ranks collect for unequal times (WAGMA, 5.4).
+"""PPO on tasks whose episodes may end early, so ranks collect for unequal times (WAGMA, 5.4).
 
 The paper's task, navigation in Habitat, is not available here: it needs its own simulator and licensed
-scenes. A classic-control task of Gymnasium has the property that matters for averaging: an episode
-ends when the agent fails, so the time for which a rank collects is not known in advance.
+scenes. Gymnasium's classic-control tasks share the property that matters for averaging: an episode
+ends when the agent fails, so a rank's collection time is not known in advance.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparsync_papers.workloads.folders import seeded
 
 
 class ActorCritic(nn.Module):
-    """Two perceptrons of two hidden layers (Schulman et al. 2017, 6.1): actions' logits, and a value."""
+    """Two perceptrons with two hidden layers, for action logits and value (Schulman et al. 2017, 6.1)."""
 
     def __init__(self, observations: int, actions: int, *, width: int = 64) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _perceptron(inputs: int, width: int, outputs: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Experience:
-    """Whole episodes, one after the other."""
+    """Complete episodes, concatenated."""
 
     returns: tuple[float, ...]  # undiscounted sum of the rewards, of every episode
     observations: Tensor  # `[steps, numbers]`
@@ -50,15 +50,15 @@ class Experience:
 
     @property
     def steps(self) -> int:
-        """Steps of the environment, the cost of collecting."""
+        """The number of environment steps, i.e. the cost of collecting."""
         return len(self.actions)
 
 
 def advantages_of(rewards: Tensor, values: Tensor, *, discount: float, trace: float) -> Tensor:
     """Estimate the advantages of one episode's actions (GAE; Schulman et al. 2017, equation 11).
 
-    Rewards are `[steps]`, and values `[steps + 1]`.  The last value is that of the state after the
-    last action; it is 0 if the episode ended there, but not if the episode was cut.
+    Rewards are `[steps]`, and values `[steps + 1]`. The last value belongs to the state after the
+    last action; it is 0 if the episode ended there, but not if the episode was cut off.
 
     Example:
         >>> advantages_of(torch.ones(2), torch.tensor([0.0, 2.0, 0.0]), discount=0.5, trace=0.5)
@@ -73,7 +73,7 @@ def advantages_of(rewards: Tensor, values: Tensor, *, discount: float, trace: fl
 
 
 def clipped_loss(new: Tensor, old: Tensor, advantages: Tensor, *, clip: float) -> Tensor:
-    """Return the negative clipped objective (equation 7).
+    """Return PPO's negative clipped objective (equation 7).
 
     Example:
         >>> doubled = torch.tensor([2.0]).log()
@@ -87,15 +87,15 @@ def clipped_loss(new: Tensor, old: Tensor, advantages: Tensor, *, clip: float) -
 @final
 @dataclass(frozen=True)
 class Ppo:
-    """A task and how it is learned; draws depend only on (seed, iteration, rank)."""
+    """A task and the settings of PPO; random draws depend only on (seed, iteration, rank)."""
 
-    # a Gymnasium task with discrete actions, whose observation is a vector
+    # a Gymnasium task with discrete actions and vector observations
     environment: str = "CartPole-v1"
     episodes: int = 4  # whole episodes that a rank collects per iteration
     discount: float = 0.99  # gamma (the paper's)
     trace: float = 0.95  # lambda of the advantages (the paper's)
     clip: float = 0.2  # epsilon (the paper's)
-    # passes over the collected experience per iteration (the paper: 10 with tasks like these)
+    # passes over the collected experience per iteration (the PPO paper: 10 for tasks like these)
     epochs: int = 10
     minibatch: int = 64  # steps per update (the paper's)
     lr: float = 1e-3  # learning rate of Adam (three times the paper's)
@@ -107,7 +107,7 @@ class Ppo:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; give at least 1")
 
     def make_environment(self) -> Any:
-        """Make the task.
+        """Make the Gymnasium environment.
 
         Raises:
             ConfigurationError: Gymnasium is missing, or the task is unknown or has other actions.
@@ -142,7 +142,7 @@ class Ppo:
 
     @torch.no_grad()
     def collect(self, model: nn.Module, *, seed: int, iteration: int, rank: int) -> Experience:
-        """Play whole episodes; this takes time in proportion to their lengths."""
+        """Play complete episodes, which takes time in proportion to their lengths."""
         environment, generator = self.make_environment(), _generator(seed, iteration, rank, 0)
         played = [self._play(model, environment, generator) for _ in range(self.episodes)]
         parts = zip(*(tensors for _, tensors in played), strict=True)
@@ -158,7 +158,7 @@ class Ppo:
         iteration: int,
         rank: int,
     ) -> None:
-        """Learn from the collected experience; this changes ``model`` and ``optimizer``."""
+        """Update ``model`` and ``optimizer`` in place from the collected experience."""
         generator = _generator(seed, iteration, rank, 1)
         for _ in range(self.epochs):
             order = torch.randperm(experience.steps, generator=generator)
@@ -182,7 +182,8 @@ class Ppo:
             rewards.append(float(reward))
         observations, actions = torch.stack(states), torch.tensor(taken)
         logits, values = model(observations)
-        # the value after a failure is 0, but an episode that is cut at the limit would continue
+        # The value after a failure is 0; an episode that is cut off at the limit would have
+        # continued.
         values[-1] *= not ended
         advantages = advantages_of(
             torch.tensor(rewards), values, discount=self.discount, trace=self.trace
@@ -192,7 +193,7 @@ class Ppo:
         return sum(rewards), tensors
 
     def _loss(self, model: nn.Module, experience: Experience, chosen: Tensor) -> Tensor:
-        """Return the loss of some steps; their advantages are relative to those of all steps."""
+        """Return the loss of the chosen steps; advantages are normalised over all steps."""
         logits, values = model(experience.observations[chosen])
         new = _log_probabilities(logits, experience.actions[chosen])
         every, eps = (
@@ -209,6 +210,6 @@ def _log_probabilities(logits: Tensor, actions: Tensor) -> Tensor:
 
 
 def _generator(seed: int, iteration: int, rank: int, use: int) -> torch.Generator:
-    """Make the generator of one iteration on one rank, to collect (use 0) or to update (1)."""
+    """Make a rank's generator for one iteration, either to collect (use 0) or to update (use 1)."""
     mixed = np.random.SeedSequence([seed, iteration, rank, use]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(mixed[0] >> np.uint64(1)))

@@ -1,4 +1,4 @@
-"""Texts of words, the Penn Treebank and WikiText-2, and the LSTM that predicts them."""
+"""Word-level texts (the Penn Treebank and WikiText-2), and the LSTM that predicts them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Vocabulary:
     """Words and their numbers.
 
     Args:
-        words: distinct words; a word's place is its number.
+        words: distinct words; a word's position is its number.
         unknown: the word that stands for all others.
 
     Raises:
@@ -71,7 +71,7 @@ class Vocabulary:
     def of_words(
         cls, words: Iterable[str], *, special: Sequence[str] = (UNKNOWN,), most: int | None = None
     ) -> Vocabulary:
-        """Build a vocabulary of at most ``most`` words: special ones, then by frequency and alphabet."""
+        """Build a vocabulary of up to ``most`` words: special ones, then by frequency and alphabet."""
         counts = Counter(words)
         for word in special:
             counts.pop(word, None)
@@ -83,7 +83,7 @@ class Vocabulary:
 class Windows(Samples):
     """A long sequence of words, cut into windows; each word is predicted from those before it.
 
-    A rest that is shorter than a window is dropped.
+    Words that do not fill the last window are dropped.
 
     Raises:
         ConfigurationError: the words do not fill a window.
@@ -103,7 +103,7 @@ class Windows(Samples):
         return (len(self.numbers) - 1) // self.context
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> tuple[Tensor, Tensor]:
-        """See ``Samples``: tokens and the next of each, `[batch, context]`; nothing is random."""
+        """Return tokens and next tokens, `[batch, context]`, without randomness; see ``Samples``."""
         windows = self.numbers[chosen[:, None] * self.context + torch.arange(self.context + 1)]
         return windows[:, :-1], windows[:, 1:]
 
@@ -112,9 +112,9 @@ class Windows(Samples):
 class WordsWorkload(FolderWorkload[Windows]):
     """RedSync, section 6.2: 4 ranks with 5 windows each, clipped gradients; perplexity is reported.
 
-    Every window starts from a state of zeros, in training and in evaluation. With momentum 0.9 the
-    learning rate corresponds to plain SGD with 20, as is usual for this model (RedSync gives none);
-    ``--momentum 0 --lr 20`` is the paper's plain SGD.
+    Every window starts from a zero state, in training and in evaluation. With momentum 0.9, the
+    learning rate corresponds to plain SGD at 20, which is usual for this model (RedSync states
+    none); ``--momentum 0 --lr 20`` is the paper's plain SGD.
     """
 
     width: int = 1500  # of the embedding, and hidden units per layer
@@ -140,7 +140,7 @@ class WordsWorkload(FolderWorkload[Windows]):
 
     @final
     def load(self) -> tuple[Windows, Windows]:
-        """Read both texts; lines are split at white space, and end with ``END_OF_LINE``."""
+        """Read both texts; lines are split at white space and end with ``END_OF_LINE``."""
         training, held_out = (
             [word for line in read_lines(path) for word in (*line.split(), END_OF_LINE)]
             for path in self.find()
@@ -153,7 +153,7 @@ class WordsWorkload(FolderWorkload[Windows]):
 
     @final
     def make_model(self, seed: int) -> nn.Module:
-        """Make the model as in ``Workload``; its vocabulary is that of the training text."""
+        """Make the model for the training text's vocabulary; see ``Workload``."""
         words = len(self.parts[0].vocabulary)
         sizes = {"vocabulary": words, "width": self.width, "layers": self.layers}
         return seeded(LstmLanguageModel, seed, **sizes)

@@ -358,7 +358,7 @@ def local_address() -> str | None:
 
 
 def local_traffic() -> LinkTraffic | None:
-    """Return the bytes on this rank's link so far, as the kernel counts, or None outside of a lab."""
+    """Return the bytes on this rank's link so far, counted by the kernel, or None outside of a lab."""
     return _counters()[_INTERFACE] if _ADDRESS in os.environ else None
 
 

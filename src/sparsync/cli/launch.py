@@ -429,7 +429,7 @@ class StartLine:
         self.group, self.one_machine = group, len(set(gather(machine()))) == 1
 
     def wait(self) -> float:
-        """Wait for the start; return its ``time.perf_counter`` time, later if agreeing took longer."""
+        """Wait for the agreed start; return the ``time.perf_counter`` time of the actual start."""
         if not self.one_machine:
             dist.barrier(group=self.group)
             return time.perf_counter()

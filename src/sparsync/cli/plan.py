@@ -106,7 +106,7 @@ def command(
         option("Write the plan as JSON to this file; -: to standard output, without the table."),
     ] = None,
 ) -> None:
-    """Predict which collective is fastest, and the bandwidth and density from which on dense is.
+    """Predict which collective is fastest, and above which bandwidth and density dense is.
 
     Times are those of the busiest rank for one step: selection and exchange.  With --optimizer, the
     memory of a rank is predicted as well; without a network, only that.  No training is run.

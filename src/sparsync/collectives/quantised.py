@@ -105,8 +105,8 @@ class Quantised(Collective):
                     for start, stop in runs(widths[owner], like, most):
                         low, high = starts[owner] + start, starts[owner] + stop
                         write(start, *selected.terms(low, high))
-        # A capacity is the longest message from one rank to another: in this round that of the widest
-        # region, in the second round that of the sender's own region.
+        # A capacity is the length of the longest message from one rank to another: in this round, the
+        # message for the widest region; in the second round, the one for the sender's own region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))

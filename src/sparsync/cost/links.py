@@ -143,7 +143,7 @@ class Link:
 class Probe:
     """The limits of the measurement, first for messages, then for the ranks' own work."""
 
-    # bytes of the largest message, which on a wire of 10 Gbit/s takes 70 times a latency of 50 us
+    # bytes of the largest message; on a wire of 10 Gbit/s, it takes 70 times as long as a 50 us latency
     largest: int = 1 << 22
     # maximum number of visits per size; sizes alternate, so a busy moment affects all of them
     visits: int = 8
@@ -207,7 +207,7 @@ class _Survey:
         return self.seconds - self.spent
 
     def pace(self, size: int) -> float:
-        """Return the seconds of a round of this size when only the links delay it."""
+        """Return the seconds of a round of this size if only the links delay it."""
         return float(_paces(self.times[size][-1]).quantile(0.25))
 
     def cost(self, size: int) -> float:
@@ -260,7 +260,7 @@ class _Survey:
         return tuple(Clock(*pair.tolist()) for pair in gathered)
 
     def each_link(self, clocks: Sequence[Clock]) -> tuple[Link, ...]:
-        """Fit every link separately, to the times from both ranks being ready until the arrival."""
+        """Fit every link separately; its times run from when both ranks are ready until the arrival."""
         ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
         # on rank 0's clock
         common = {size: torch.cat(visits, dim=2) - ahead for size, visits in self.times.items()}

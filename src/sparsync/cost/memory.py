@@ -1,4 +1,4 @@
-"""Predict a rank's memory: for training itself, and the addition of ``attach``.
+"""Predict how much memory a rank needs for training, and how much ``attach`` adds.
 
 Training holds the weights, the gradients, DDP's buckets, and the optimizer's state. ``attach`` adds::
 
@@ -34,7 +34,7 @@ _BITS: Final = (
 
 @dataclass(frozen=True)
 class Footprint:
-    """One rank's bytes on the accelerator (on the host, if the model is there), and on the host."""
+    """The bytes that a rank needs: ``device`` where the model is, plus ``host`` in host memory."""
 
     name: str
     device: int

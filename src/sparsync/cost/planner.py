@@ -312,7 +312,7 @@ def _why(
     density: float | None,
     partners: int,
 ) -> str:
-    """Return a sentence: which candidate wins, by how much, and where another one would.
+    """Return a sentence that says which candidate wins, by how much, and where another would.
 
     ``partners`` is 1 for a single rank, and 0 if there is nothing to exchange.
     """

@@ -304,7 +304,7 @@ class Codes:
         plus: Tensor | None = None,
         less: Sequence[Codes] = (),
     ) -> None:
-        """Decode the elements from ``start`` on, subtract ``less``, divide, and with ``keep`` add."""
+        """Decode elements from ``start`` on, subtract ``less``, divide; add to ``into`` if ``keep``."""
         n = into.numel()
         if plus is not None and plus.numel() != n:
             raise ConfigurationError(f"{plus.numel()} values to be added to {n}")
@@ -345,7 +345,7 @@ def _level_bytes(n: int, levels: Levels) -> tuple[int, int]:
 
 # ---- Adam's moments ---------------------------------------------------------------------------------
 
-# the second moment's factor in the desired step and in the step that was made; eps; learning rate
+# factors of the second moment in the desired step and in the step that was made; eps; learning rate
 Moments = tuple[float, float, float, float]
 
 
@@ -363,7 +363,7 @@ def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) 
 # ---- exchanges of packed messages -------------------------------------------------------------------
 
 
-# the header with a count of 0, as two numbers; form and block of the values; elements per owner
+# the header with a count of 0, as two integers; form and block of the values; elements per owner
 Style = tuple[int, int, int, int, int]
 
 

@@ -78,8 +78,8 @@ def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
     """Return the bytes of bf16 scales, then of codes.
 
     Thresholds are multiples of a block's root mean square.  A block's scale is ``<q, x> / <q, q>``, where
-    q are its levels, so the decoded block is the projection of x onto q.  A block with NaN or Inf becomes
-    NaN.
+    q is the vector of its levels, so the decoded block is the projection of x onto q.  A block with NaN
+    or Inf becomes NaN.
 
     Args:
         values: any number of float32 values.
@@ -211,7 +211,7 @@ class Codes:
         keep: bool,
         plus: Tensor | None = None,
     ) -> None:
-        """Write ``(self - sum of less) / divisor``; with ``keep``, add ``plus`` and this to ``into``."""
+        """Write ``(self - sum of less) / divisor``; with ``keep``, add it and ``plus`` to ``into``."""
         messages, more = (self, *less), () if plus is None else (plus,)
         backend = _backend_for(messages, into, *more)
         if backend is native and self._native is not None:
@@ -259,7 +259,7 @@ class Codes:
 
 
 def _rows(messages: Sequence[Codes], into: Tensor, start: int) -> Tensor:
-    """Return the bytes of ``into``'s elements in each message, on the device of ``into``."""
+    """Return each message's bytes for the elements of ``into``, a row per message, on its device."""
     # a rank's own messages are on its device, the messages of others in host memory
     runs = [torch.cat(message.run(start, into.numel())).to(into.device) for message in messages]
     return torch.stack(runs)

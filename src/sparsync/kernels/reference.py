@@ -185,7 +185,7 @@ def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``.
 
     Raises:
-        ConfigurationError: in C++, if an index is out of range; nothing was subtracted.
+        ConfigurationError: in C++, if an index is out of range; then nothing is subtracted.
     """
     dense[indices] -= values
     return dense
@@ -195,7 +195,7 @@ def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """``dense = 0; dense[indices] = values``, in place; indices ascend.  Returns ``dense``.
 
     Raises:
-        ConfigurationError: in C++, if indices do not ascend within ``dense``; nothing was written.
+        ConfigurationError: in C++, if indices do not ascend within ``dense``; then nothing is written.
     """
     dense.zero_()
     dense[indices] = values.to(dense.dtype)

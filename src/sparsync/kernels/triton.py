@@ -151,13 +151,13 @@ def top(x: Tensor, k: int) -> Tensor:
 
 
 def _kth(bits: Tensor, k: int) -> Tensor:
-    """Return, on the device, the k-th largest key and the number of ties with it to select."""
+    """Return, on the device, the k-th largest key and how many of its ties to select."""
     n, blocks = bits.numel(), _blocks_of(bits.numel())
     programs = min(blocks, _COUNTING_PROGRAMS)
     rounds = -(-blocks // programs)
     histograms = bits.new_zeros(len(_SHIFTS), _RADIX, dtype=torch.int64)
-    # the state is the higher digits of the k-th largest key, and its rank among the keys with these
-    # digits
+    # the state: the higher digits of the k-th largest key, and its rank among the keys that start with
+    # them
     state = bits.new_zeros(2, dtype=torch.int64)
     state[1:].fill_(k)
     for shift, histogram in zip(_SHIFTS, histograms, strict=True):
@@ -359,7 +359,7 @@ def _count_digits(
 
 @jit
 def _choose_digit(state_ptr, histogram_ptr, RADIX: tl.constexpr):
-    """Append to ``state[0]`` the digit of the ``state[1]``-th largest candidate; reduce ``state[1]``."""
+    """Append the digit of the ``state[1]``-th largest candidate to ``state[0]``; update ``state[1]``."""
     chosen, wanted = tl.load(state_ptr), tl.load(state_ptr + 1)
     digits = tl.arange(0, RADIX)
     counts = tl.where(digits == 0, 0, tl.load(histogram_ptr + digits))

@@ -55,7 +55,7 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
                 again = second.select(accumulated, case.k, step)
                 assert isinstance(again, SparseVector)
                 assert torch.equal(again.indices, selected.indices), f"{where}: reloaded differs"
-    # a NaN must always be selected, because ranks refuse a step by looking at the total
+    # a NaN must always be selected, because ranks look only at the total to refuse a step
     broken = noise(0, 1, 0)
     broken[17] = float("nan")
     for step in range(2):

@@ -64,7 +64,7 @@ def check_codec(
 
 
 def _takes(row: Codec[Any], codec: Codec[Any]) -> bool:
-    """Return whether a row has the codec's number, but neither is a variant of the other."""
+    """Return whether a row uses the codec's number although neither is a variant of the other."""
     alike = isinstance(codec, type(row)) or isinstance(row, type(codec))
     return not alike and getattr(row, "format", None) == codec.format
 
@@ -120,7 +120,7 @@ def _check_flips(codec: Codec[SparseVector], vector: SparseVector, where: str) -
 
 
 def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: bool) -> None:
-    """Check that NaN and Inf arrive where they were sent, because ranks refuse a step by them."""
+    """Check that NaN and Inf arrive at their own indices; ranks refuse a step because of them."""
     most = torch.finfo(dtype).max
     values = torch.tensor(
         [most, 1.0, float("inf"), -most, float("nan"), -float("inf"), 2.0], dtype=torch.float64

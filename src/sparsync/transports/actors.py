@@ -77,7 +77,7 @@ class Host(ABC):
 
 @runtime_checkable
 class HostsActors(Protocol):
-    """A communicator that can run an actor next to each of its ranks, which model averaging needs."""
+    """A communicator that can run an actor next to each of its ranks, as model averaging requires."""
 
     def host(self, actor: Actor) -> Host:
         """Run an actor next to this rank; this is collective."""

@@ -252,7 +252,7 @@ def digest(tensor: Tensor) -> str:
     words whose differences cancel in every row and every column.  The result does not depend on the
     device.
 
-    Cost: two passes over the tensor's memory; 1/1024 of it is hashed, and on a GPU first copied.
+    Cost: two passes over the tensor's memory; 1/1024 of it is copied to the host and hashed.
 
     Example:
         >>> digest(torch.tensor([0.0])) == digest(torch.tensor([-0.0]))

@@ -135,7 +135,7 @@ class Communicator(ABC):
     def abort(self) -> None:
         """Make the waits of other threads end soon, with an error; afterwards only ``close`` is allowed.
 
-        No other method may run on this thread while another thread is in a call.  Messages already
+        While another thread is in a call, this is the only method that may be called.  Messages already
         submitted are still sent.
         """
         self.aborted.set()
@@ -188,7 +188,7 @@ class Communicator(ABC):
             self.ledger.spent(name, max(self.now - start - elsewhere, 0.0))
 
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
-        """Account for summing a message of ``nbytes``; only in the simulator does this take time."""
+        """Account for summing a message of ``nbytes``; this takes time only in the simulator."""
         return Finished()
 
     # ---- point to point ------------------------------------------------------------------------

@@ -275,7 +275,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine's thread is running and is not this one: it may use the communicators."""
+        """Whether another thread, the engine's, is running and may use the communicators."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:

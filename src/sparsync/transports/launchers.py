@@ -219,7 +219,7 @@ def destroy_process_group() -> None:
 
 
 def _meet(here: Placement, timeout: float) -> Store:
-    """Return the job's store, which rank 0 serves, or under torchrun one of its agents."""
+    """Return the job's store; rank 0 serves it or, under torchrun, one of torchrun's agents."""
     if here.launcher == "torchrun":
         served, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         served.set_timeout(timedelta(seconds=timeout))
@@ -255,7 +255,7 @@ def _meet(here: Placement, timeout: float) -> Store:
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
-    """Return the port of a job step: the same in all of its tasks, but another one in the next job.
+    """Return the port of a job step: equal in all of its tasks, but different in the next job.
 
     It is below 32,768, where Linux starts its ephemeral ports.
     """

@@ -90,7 +90,7 @@ class Raw(Framing):
 
 @final
 class Several(Framing):
-    """Consecutive messages; each has its capacity as length or, with ``variable``, as upper bound."""
+    """Consecutive messages; each is as long as its capacity or, with ``variable``, at most that long."""
 
     def __init__(self, framing: Framing, capacities: Sequence[int]) -> None:
         self.framing, self.capacities, self.variable = framing, capacities, framing.variable

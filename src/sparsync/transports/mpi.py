@@ -98,7 +98,7 @@ class MpiCommunicator(Communicator):
 
     @classmethod
     def of(cls, comm: Any) -> MpiCommunicator:
-        """Return the communicator that wraps one of mpi4py's; it is kept until that one is freed.
+        """Return the communicator that wraps mpi4py's ``comm``; it is kept until ``comm`` is freed.
 
         The first call is collective.
 
@@ -198,8 +198,8 @@ class MpiCommunicator(Communicator):
         ranks, and equal to those of other transports up to rounding.  Max and min of floats, in which
         MPI may lose a NaN, and dtypes that MPI lacks are reduced point to point.
         """
-        # the only native collective, because only here are point-to-point messages certain to be
-        # slower: the native call takes 0.4 to 0.9 of their time (``docs/mpi.md``)
+        # no other collective is native, because only for this one, point-to-point messages are certain
+        # to be slower: the native call takes 0.4 to 0.9 of their time (``docs/mpi.md``)
         native = tensor.dtype in _INTEGERS or (op == "sum" and tensor.dtype in _FLOATS)
         if not native or self.world_size == 1 or tensor.numel() == 0:
             return await super().allreduce(tensor, phase, op, in_place=in_place)

@@ -223,8 +223,8 @@ class TorchCommunicator(Communicator):
         others = [r for r in range(self.world_size) if r != rank]
         if not others:
             return list(payloads)
-        # zero the rows, because padding is sent as well, and must not reveal what this memory held
-        # before
+        # zero the rows, because padding is sent as well, and must not reveal old contents of this
+        # memory
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
         parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):

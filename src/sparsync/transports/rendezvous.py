@@ -148,7 +148,7 @@ def convene(
 ) -> list[dict[str, Any]]:
     """Return the results of ``ready`` on all ranks, in rank order; if one fails, all ranks learn why.
 
-    A rank on which it fails waits only as long as the others may need to arrive and read the reason.
+    If ``ready`` fails on a rank, it waits only as long as the others may need to arrive and read why.
 
     Raises:
         ConfigurationError: ``ready`` raised it on this rank.

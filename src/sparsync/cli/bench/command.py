@@ -67,7 +67,7 @@ __all__ = ["BenchSettings", "bench", "command"]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Settings of a bench of collectives at all sizes and densities; fields with a help are options."""
+    """Settings of a bench of collectives at all sizes and densities; fields with help are options."""
 
     collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")  # names, or with options
     ranks: Annotated[Ranks, ranks_option(8)] = 8

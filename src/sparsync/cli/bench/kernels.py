@@ -144,7 +144,7 @@ def _best(
     repetitions: int,
     in_place: bool = False,
 ) -> tuple[float, Any]:
-    """Return the fastest time of a call, and the last call's result and, in place, its arguments."""
+    """Return the fastest time of a call, and the last result, with its arguments if ``in_place``."""
     best, outcome = float("inf"), None
     for repetition in range(repetitions + 1):
         arguments = make()

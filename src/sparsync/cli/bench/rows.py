@@ -72,7 +72,7 @@ class Row:
     bytes_kernel_max: int | None  # max(sent, received) as counted by the kernel, with headers
     words_per_k_max: float  # max(sent, received) in words / k
     bound_words_per_k: float | None  # the claim for this collective on this input
-    # entries of the total / min(k, entries of the sum of the selected); dense: 1
+    # entries of the total / min(k, entries of the sum of selections); dense: 1
     entries_min: float
     law_error_max: float | None  # error of the law of conservation, in units of its tolerance
     wrong: int  # entries of totals that differ between ranks or from the sum of the delivered

@@ -226,7 +226,7 @@ class _Ranks:
 
 
 def _summary(simulation: Simulation[None], computation: list[float]) -> SimulatedStep:
-    """Split a step's time; time that is no work of a rank is communication or waiting."""
+    """Split a step's time into the ranks' work and the rest, which is communication or waiting."""
     stages = [ledger.stages for ledger in simulation.ledgers]
     work = [fmean(of.get(name, 0.0) for of in stages) for name in ("select", "pack", "unpack")]
     selection, packing = work[0], work[1] + work[2]

@@ -31,7 +31,7 @@ _STYLES = (
 
 
 def comparison(results: Sequence[TrainResult]) -> Group:
-    """Compare runs with the same settings: first the time to the loss of dense, then its causes.
+    """Compare runs with the same settings: first the time to reach the loss of dense, then the reasons.
 
     The training loss is averaged over five steps before and after each step, or fewer in a short
     run.

@@ -45,8 +45,8 @@ class TrainResult:
     batch_size: int
     context: int | None
     warmup_steps: int
-    # for each step, the time between the moments when the last rank finished the previous step and this
-    # one
+    # for each step, the time from when the last rank finished the previous step until the last rank
+    # finished this one
     seconds: list[float]
     # seconds of forward, backward and optimizer without an exchange, on all ranks at once; measured
     # before the run

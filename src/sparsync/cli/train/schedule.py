@@ -49,7 +49,7 @@ class Schedule:
         check("lr_schedule: EVERY", self.every, self.every >= 1, "a number of steps >= 1")
 
     def milestones(self, steps: int) -> list[int]:
-        """Return the 0-based steps from which on a lower rate holds, in a run of this many steps."""
+        """Return the 0-based steps at which the rate falls, in a run of this many steps."""
         return [round(place * steps) if place < 1 else int(place) for place in self.at]
 
     def at_step(self, step: int, *, steps: int, warmup: int = 0) -> float:

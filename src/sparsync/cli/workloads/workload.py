@@ -43,8 +43,8 @@ PADDING = (
 class Defaults:
     """Default settings of a workload.
 
-    The papers' workloads take their settings from the papers; for the others, settings are the best
-    of three or more for dense.
+    The papers' workloads take their settings from the papers.  For the others, the settings are the best
+    of at least three that were tried with dense.
     """
 
     sgd_lr: float  # learning rate of SGD with momentum 0.9

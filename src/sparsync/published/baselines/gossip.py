@@ -89,7 +89,7 @@ class Exponential(Graph):
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message``, `[m]`, to all neighbours; return all messages, this rank's included, by rank."""
+    """Send ``message``, `[m]`, to all neighbours; return theirs and this rank's own, in rank order."""
     payload = bytes_of(message)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
@@ -227,8 +227,8 @@ class Sgp(Averager):
 class AdPsgd(Accompanied):
     """Averages pairs of models in the background; no rank ever waits for one that is computing.
 
-    After each local step a rank takes the model that its agent holds at that time.  The agent asks a
-    random partner's agent for an average, unless its previous request is still pending.
+    After each local step, a rank continues with the model that its agent holds at that time.  The agent
+    asks a random partner's agent for an average, unless its previous request is still pending.
 
     Cost: per step, at most one exchange of n elements requested and, on average, one answered; memory
     3 n.   State: the last model taken.

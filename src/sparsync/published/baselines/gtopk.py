@@ -83,7 +83,7 @@ class GTopk(Collective):
         distances = (1 << i for i in range(reach.bit_length() - 1))
         children = [rank + d for d in distances if rank + d < comm.world_size]
         total, dropped = mine, []
-        # from near to far is rank order, so the lower ranks' sum is always the left operand
+        # the order from near to far is rank order, so the lower ranks' sum is always the left operand
         for child in children:
             message = await comm.irecv(child, capacity, "reduce", framing)
             theirs = decode_as(codec, message, size, mine.values.dtype).to(device)

@@ -206,7 +206,7 @@ class OkTopk(Collective):
         return cost + Cost(0, 0, encoded=encoded, decoded=decoded, turns=turns)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return ``bound_words`` with a cap; as published, Equation 3, which ignores exact steps."""
+        """Return ``bound_words`` if capped; as published, Equation 3, which ignores exact steps."""
         if self.global_threshold == "allgather":
             return equation_3(job.k, job.world_size).words
         if self.cap == 1:
@@ -300,7 +300,7 @@ class OkTopk(Collective):
     async def _by_histogram(
         self, comm: Communicator, share: regions.Share, k: int, *, size: int
     ) -> _Kept:
-        """Keep exactly ``min(cap * k, nnz)`` entries, by histograms of magnitudes and then of counts.
+        """Keep exactly ``min(cap * k, nnz)`` entries, using histograms of magnitudes.
 
         The bins cover one octave on either side of the last threshold, or all magnitudes if there is
         none.  All entries above the marginal bin are kept.  The remaining places are filled in rank
@@ -422,7 +422,6 @@ class _Kept(NamedTuple):
 def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
     """Return the most words that a rank sends or receives on any step of the preset "oktopk".
 
-    ``6 k (P - 1) / P`` (Equation 3) when the ranks' inputs are exchangeable.  For arbitrary inputs
     ``6 k (P - 1) / P`` (Equation 3) if the ranks' inputs are exchangeable.  For arbitrary inputs
     ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 2, plus Equation 1 without its assumption that a
     rank owns 1 / P of the entries that it selected (it may have to send all k).

@@ -339,7 +339,7 @@ async def split_reduce(
 
 
 def holders(counts: Sequence[int], trigger: float) -> list[int]:
-    """Return the ranks that share the entries in balancing: those with at most ``trigger`` x the mean."""
+    """Return the ranks that hold entries after balancing: those with at most ``trigger`` x the mean."""
     # compare integers, because rounding could make ranks disagree
     total, world_size = sum(counts), len(counts)
     return [r for r, count in enumerate(counts) if count * world_size <= trigger * total]

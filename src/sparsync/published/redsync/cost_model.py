@@ -170,8 +170,8 @@ def size_thresholds(
 ) -> SizeThresholds:
     """Return the size thresholds for a network, which are constants in Algorithms 4 and 5.
 
-    A selector is used from the size on at which it beats the others, including the cost of its longer or
-    shorter messages.  Compression is used from the size on at which Equation 1, with that selector, is
+    A selector is used above the size at which it beats the others, including the cost of its longer or
+    shorter messages.  Compression is used above the size at which Equation 1, with that selector, falls
     below Equation 2.  On a slow network, the search is never used, because it sends up to twice as many
     entries as trimmed top-k (section 5.4).
 

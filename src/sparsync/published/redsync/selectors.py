@@ -326,7 +326,7 @@ class OneSigned(Selector):
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> Vector:
-        """Return what the selector chooses among the entries with the sign of this call."""
+        """Return the selector's choice among the entries with the sign of this call."""
         other = accumulated > 0 if self._bottom else accumulated < 0
         # never mask NaN and Inf: if they are selected on every step, all ranks refuse the step
         one_signed = accumulated.masked_fill(other & accumulated.isfinite(), 0)

@@ -78,7 +78,7 @@ class RecursiveDoubling(StreamCollective):
     order = "tree"
 
     def cost(self, job: Job) -> Cost:
-        """Return ``log2 P`` messages, from k entries each to twice as many in every round (5.3.1).
+        """Return ``log2 P`` messages: k entries, then up to twice as many in each round (5.3.1).
 
         If P is not a power of two, one more message has the whole result.  Messages are dense if that is
         shorter.
@@ -292,7 +292,7 @@ class Dynamic(StreamCollective):
     def _rounded(
         self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return a message per region, and this rank's own piece, rounded only if all others are."""
+        """Return a message per region, and this rank's own piece, rounded only with ``local``."""
         codec = self.local or call.codec
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):

@@ -34,7 +34,7 @@ def top_k_gamma(k: int, size: int) -> float:
     """Return the gamma that holds for every vector: ``sqrt(1 - k / n)``.
 
     The k largest entries have at least k / n of the squared norm.  Unless ``2 gamma^2`` is below 1, old
-    gradients weigh more than new ones in the bounds; with this gamma, that needs k > n / 2.  The gamma
+    gradients weigh more than new ones in the bounds; with this gamma, that requires k > n / 2.  The gamma
     measured on the vectors of a training run is smaller.
 
     Example:
@@ -62,7 +62,7 @@ def condition_6(rates: Sequence[float], gamma: float) -> float:
     require(min(rates, default=0.0) > 0, "condition_6: give at least one rate, all > 0")
     most = past = 0.0
     for before, now in pairwise(rates):
-        # turn the sum of step t - 1 into that of step t: one more square, and one more factor for all
+        # update the sum from step t - 1 to step t: one more square, and one more factor for all terms
         past = 2 * gamma**2 * (past + before**2)
         most = max(most, past / now)
     return most

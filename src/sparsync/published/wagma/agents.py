@@ -44,7 +44,7 @@ _REMEMBERED: Final = 64  # number of versions for which an agent remembers which
 
 
 def round_of(step: int) -> int:
-    """Return the version of the average after a 0-based step; ``finish`` uses the even one before it.
+    """Return the version of the average after a 0-based step; ``finish`` uses the even number before.
 
     Example:
         >>> [round_of(step) for step in range(3)], step_of(5)
@@ -270,7 +270,7 @@ class Agent(Companion):
     # ---- the rank's calls
 
     def arrive(self, version: int, vector: Tensor, reply: Reply) -> None:
-        """Publish this rank's model; ``reply`` gets a round >= ``version``, or the round to resume at."""
+        """Publish this rank's model; ``reply`` gets this or a later round, or the one to resume at."""
         self._waiting = version, reply
         if self._welcome is not None:
             self._answer(self._welcome)
@@ -404,7 +404,7 @@ class Agent(Companion):
         age = -(-(result.version - result.contributed) // 2)
         self.participation.note(age, result.models)
         self.rounds.end(result)
-        # a group that waits for its own ranks has an average, but not one that all ranks have
+        # if a group waits only for its own ranks, the average is not a model that all ranks have
         if self._waits_for_all(result.version) and result.models == len(self.present):
             self._common = result
         self._last = result

@@ -146,7 +146,7 @@ class Wagma(Accompanied):
 
     @property
     def staleness(self) -> Staleness:
-        """Bounded by tau, unbounded without global averages, and "none" with synchronous groups."""
+        """One of "bounded" (by tau), "unbounded" (no global averages), "none" (synchronous groups)."""
         if self.grouping == "synchronous" or self.group_size == 1:
             return "none"
         return "unbounded" if self.sync_period is None else "bounded"

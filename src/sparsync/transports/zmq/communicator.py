@@ -334,7 +334,7 @@ class _Wait(Operation):
         refused, because that reveals a wrong key or version.
 
         Args:
-            now: on the monotonic clock.
+            now: time on the monotonic clock.
             where: describes the operation.
             peer: the awaited rank, or None for any rank.
         """

@@ -328,8 +328,8 @@ class Mesh:
         self._look_at_incoming()
         for link in self.links.values():
             link.look()
-        # an end is reported after the last message has arrived, so first receive all messages, so that
-        # receives that they satisfy do not fail
+        # An end is reported after the last message has arrived.  Receive all messages first, so that
+        # receives that they satisfy do not fail.
         if self._ended or self._altered or self._unreached(now):
             self.drain()
         if self._altered:

@@ -300,7 +300,7 @@ def watched(
 
 
 def longest_silence(timeout: float) -> float:
-    """Return after how many seconds without a sign of life a connection counts as dead."""
+    """Return the seconds without a sign of life after which a connection counts as dead."""
     return max(HEARTBEAT, PATIENCE * timeout)
 
 

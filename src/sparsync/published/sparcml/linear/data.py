@@ -211,7 +211,7 @@ class _Blocks:
     def complete(self, rank: int, world_size: int) -> tuple[list[list[int]], list[np.ndarray]]:
         """Parse the blocks that the cache lacks; return each block's index range, and the labels.
 
-        A rank parses its own share first, then blocks that the next ranks have not parsed by then.
+        A rank parses its own share first, then any blocks that other ranks have not parsed by then.
         """
         with self._reading(""):
             known = self._cached(0, "size")

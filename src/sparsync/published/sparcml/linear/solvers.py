@@ -373,7 +373,7 @@ class Sgd(Solver):
         return self.products.transposed(batch, slopes)
 
     async def _exchange(self, gradient: SparseVector | None) -> None:
-        """Start to send a gradient, if there is one; apply the total that is due."""
+        """Start to exchange a gradient, if there is one; apply the total that is due."""
         arrived: Reduced | None = None
         with self.meter.exchanging("gradient"):
             if gradient is not None:

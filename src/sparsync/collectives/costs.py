@@ -203,7 +203,7 @@ def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> fl
 
 
 def sum_bound_words(job: Job) -> float:
-    """Return SparCML's Lemmas 5.1 and 5.2: no lossless sum moves fewer words per rank, counting values.
+    """Return SparCML's Lemmas 5.1 and 5.2: no lossless sum moves fewer values per rank.
 
     ``k + K (P - 2) / P`` for a sum of K entries, averaged over ranks: an index that c ranks hold takes
     c - 1 transfers to be summed and P - 1 to be distributed.  The two cases of Lemma 5.1 are K = k and

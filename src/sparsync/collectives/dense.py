@@ -45,7 +45,7 @@ class Dense(Collective):
         Only a reducer's plan may use it, because there ``selected`` is the accumulated gradient and all
         of it is delivered.
         """
-        # not an argument of the constructor, because those are the options of presets
+        # set here, because the constructor's arguments become options of presets
         one = cls()
         one._overwrites = True
         return one

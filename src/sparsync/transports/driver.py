@@ -404,7 +404,7 @@ def close_at_exit(owner: Any) -> None:
     The owner created last is closed first, because it may use earlier ones.
     """
     # A strong reference as argument would keep the owner alive until the end.  If the owner is dropped
-    # earlier, the finalizer runs, finds nothing, and is done.
+    # earlier, the finalizer runs, finds nothing and does nothing.
     weakref.finalize(owner, _close, weakref.ref(owner), os.getpid())
 
 

@@ -194,7 +194,7 @@ async def _train(
 
 
 def _save(settings: LinearSettings, exchange: str, solver: Solver, shard: Shard) -> None:
-    """Write only the first exchange's model: exchanges are lossless, and ranks bit-identical."""
+    """Write only the first exchange's model: exchanges are lossless and all ranks' models equal."""
     if settings.save is None or solver.comm.rank or exchange != settings.exchanges[0]:
         return
     meaning = {"labels": shard.known, "positive": shard.positive, "base": shard.base}

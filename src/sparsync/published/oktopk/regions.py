@@ -436,8 +436,8 @@ async def balance_and_allgatherv(
 ) -> SparseVector:
     """Return the union of all ranks' kept entries, identical everywhere.
 
-    ``kept`` has this rank's entries, relative to its region; ``counts`` has the numbers of entries of all
-    ranks.  Entries are first balanced if the largest count exceeds ``balance_trigger`` times the mean;
+    ``kept`` has this rank's entries, relative to its region; ``counts`` has each rank's number of
+    entries.  Entries are first balanced if the largest count exceeds ``balance_trigger`` times the mean;
     with None, never.
 
     Cost: balancing takes at most 2 (P - 1) messages in total and 2k words per rank.  The allgatherv takes

@@ -1,4 +1,4 @@
-"""The sockets of a rank, one for incoming messages and a link to every other rank, and their progress."""
+"""A rank's sockets: one for incoming messages and a link to every other rank."""
 
 from __future__ import annotations
 

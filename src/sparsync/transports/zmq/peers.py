@@ -20,8 +20,8 @@ __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "re
 # Seconds without a sign of life, despite asking for one, after which a connection's other end counts as
 # dead.  The limit is never shorter, because ZeroMQ's thread may have to wait for a core.
 HEARTBEAT: Final = 20.0
-# Or this many times ``timeout``, if that is longer.  If a rank stalls, the deadline of the wait for it
-# must pass first, although the last sign of life came before that wait began.
+# The limit is this many times ``timeout``, if that is longer.  If a rank stalls, the deadline of the wait
+# for it must pass first, although the last sign of life came before that wait began.
 PATIENCE: Final = 2.0
 # Seconds between signs of life, because routers and firewalls drop connections that are idle for
 # minutes.

@@ -5,14 +5,14 @@
 
 namespace sparsync {
 
-// Divides by a number that is known only at run time, without a division where 32 bits suffice.
+// Divides by a number known only at run time; below 2^32, this takes no division instruction.
 class Divisor {
  public:
   explicit Divisor(int64_t by)
       : by_(static_cast<uint64_t>(by)), inverse_(~uint64_t{0} / by_ + 1) {}
 
   uint64_t quotient(uint64_t x) const {
-    // this is exact below 2^32 (Lemire et al., 2019); for by = 1 the inverse has wrapped to 0
+    // exact below 2^32 (Lemire et al., 2019); for by = 1, the inverse has wrapped to 0
     if (inverse_ == 0) return x;
     if (x >> 32 != 0) return x / by_;
     return static_cast<uint64_t>((static_cast<unsigned __int128>(inverse_) * x) >> 64);
@@ -22,10 +22,10 @@ class Divisor {
   uint64_t by_, inverse_;
 };
 
-// Functions below are `static`, because a copy that was compiled for one instruction set must not be
-// merged with another.
+// The functions below are `static`, because a copy compiled for one instruction set must not be merged
+// with another.
 
-// MurmurHash3's 32-bit finaliser, then reduced to [0, world_size).
+// MurmurHash3's 32-bit finaliser, reduced to [0, world_size).
 static inline uint64_t turn(uint64_t group, uint64_t world_size) {
   auto x = static_cast<uint32_t>(group ^ (group >> 32));
   x = (x ^ (x >> 16)) * 0x85EBCA6BU;
@@ -50,8 +50,8 @@ static inline uint64_t offset_of(uint64_t group, uint64_t owner, uint64_t ranks)
   return offset >= ranks ? offset - ranks : offset;
 }
 
-// Groups n ascending indices by owner, each group ascending.  `order` gets their positions, `local` their
-// indices within their owners, and `counts` has `world_size` numbers.
+// Groups n ascending indices by owner, each group ascending.  Writes their positions to `order`, their
+// indices within their owners to `local`, and `world_size` numbers to `counts`.
 void deal(const int64_t *indices, int64_t n, int64_t world_size, int64_t *order, int64_t *local,
           int64_t *counts);
 

@@ -35,10 +35,10 @@ void check_room(int64_t count, const Room &out) {
 struct Unpacked {
   uint32_t *indices;
   float *values;
-  std::vector<uint64_t> starts;  // of every message, and the end
+  std::vector<uint64_t> starts;  // of every message, then the end
 };
 
-// Returns whether a message starts as it should and has the length that its count asks for.
+// Returns whether a message has the expected start and the length that its count implies.
 bool well_formed(const Message &message, const Style &style) {
   if (message.nbytes < header_bytes) return false;
   const auto first = packed::load<uint64_t>(message.bytes);
@@ -49,7 +49,7 @@ bool well_formed(const Message &message, const Style &style) {
                                packed::index_bytes(nnz, style.width);
 }
 
-// Returns -1, or the number of the message that is malformed.
+// Returns -1, or the number of the first malformed message.
 int64_t unpack_all(const std::vector<Message> &messages, int64_t skip, const Style &style,
                    const Scan &scan, Scratch &scratch, Unpacked &out) {
   out.starts.assign(1, 0);
@@ -76,17 +76,17 @@ uint64_t index_of(uint64_t group, uint64_t owner, uint64_t ranks) {
   return group * ranks + offset_of(group, owner, ranks);
 }
 
-// Sets entries that tie at the threshold to zero if no place is left for them, highest indices first.
+// Zeroes the entries that tie at the threshold and find no place, those with the highest indices.
 void drop_late_ties(const Unpacked &all, const Threshold &least, Scratch &scratch) {
   const uint64_t sent = all.starts.back(), ranks = all.starts.size() - 1;
-  auto *ties = scratch.take<uint64_t>(sent + 1);  // where they lie
+  auto *ties = scratch.take<uint64_t>(sent + 1);  // their positions
   int64_t count = 0;
   for (uint64_t i = 0; i < sent; ++i) {
     ties[count] = i;
     count += key_of(all.values[i]) == least.key;
   }
   if (count <= least.ties) return;
-  std::vector<std::pair<uint64_t, uint64_t>> found;  // indices, and where they lie
+  std::vector<std::pair<uint64_t, uint64_t>> found;  // indices and positions
   for (uint64_t r = 0, t = 0; r < ranks; ++r)
     for (; t < static_cast<uint64_t>(count) && ties[t] < all.starts[r + 1]; ++t)
       found.emplace_back(index_of(all.indices[ties[t]], r, ranks), ties[t]);
@@ -95,8 +95,8 @@ void drop_late_ties(const Unpacked &all, const Threshold &least, Scratch &scratc
     all.values[late->second] = 0;
 }
 
-// Moves the entries of every message that are not zero and among the k largest of all to its start, and
-// sets `stops` to their ends.  `errors` are moved with the entries of `own`.
+// Keeps, of every message, the entries that are not zero and among the k largest of all; moves them to its
+// start, and sets `stops` to their ends.  Moves `errors` along with the entries of `own`.
 void keep_largest(const Unpacked &all, int64_t k, uint64_t own, float *errors, const Scan &scan,
                   Scratch &scratch, std::vector<uint64_t> &stops) {
   const auto sent = static_cast<int64_t>(all.starts.back());
@@ -124,9 +124,9 @@ void keep_largest(const Unpacked &all, int64_t k, uint64_t own, float *errors, c
   }
 }
 
-constexpr int64_t batch = 1024;  // entries placed before they are moved: they stay in the L1 cache
+constexpr int64_t batch = 1024;  // entries placed before any is moved, so that they stay in the L1 cache
 
-// Entries grouped by owner, with room for `limit` entries of every owner and for all of the own ones.
+// Entries grouped by owner, with room for `limit` entries of every owner and for all of the rank's own.
 struct Buckets {
   Buckets(int64_t count, int64_t world_size, int64_t own, int64_t limit, Scratch &scratch) {
     for (int64_t r = 0; r < world_size; ++r)
@@ -139,11 +139,11 @@ struct Buckets {
 
   std::vector<uint64_t> starts{0}, ends;
   uint32_t *owners;  // in the order of the entries
-  uint32_t *groups;  // by owner, as the values
+  uint32_t *groups;  // by owner, like the values
   float *values;
 };
 
-// Fills the buckets; returns false if one other than the own has more than `limit` entries.
+// Fills the buckets; returns false if any bucket except the rank's own has more than `limit` entries.
 bool fill(const Entries &entries, int64_t world_size, int64_t own, int64_t limit, uint64_t width,
           const Scan &scan, Buckets &buckets) {
   const auto ranks = static_cast<uint64_t>(world_size);
@@ -279,7 +279,7 @@ std::pair<int64_t, int64_t> unpack_and_undeal(const std::vector<Message> &messag
   auto *bits = scratch.take<uint64_t>(words_per_tile);
   int64_t count = 0, given = 0, next = 0;
   for (;;) {
-    uint64_t first = style.width;  // tiles without entries are skipped
+    uint64_t first = style.width;  // skip tiles without entries
     for (uint64_t r = 0; r < ranks; ++r)
       if (at[r] < stops[r]) first = std::min<uint64_t>(first, all.indices[at[r]]);
     if (first == style.width) return {count, given};

@@ -22,15 +22,15 @@
 namespace sparsync {
 namespace {
 
-constexpr int64_t second = 1'000'000'000;  // in nanoseconds, as all times here
-// Under load, packets are moved once in a tick.  One by one, each packet would also cost a sleep and the
-// start of a receiver, which take a virtual machine longer than moving the packet.
+constexpr int64_t second = 1'000'000'000;  // in nanoseconds, like all times here
+// Under load, packets are moved once per tick.  Moving them one by one would also cost a sleep and a wake-up
+// of the receiver per packet, which take a virtual machine longer than moving the packet.
 constexpr int64_t tick = 1'000'000;
-constexpr double memory = 10'000'000, few = 20;  // load: more packets than a few in about this time
-// A wire makes up for this much lateness of this thread, as the buckets of the lab's other links do.
+constexpr double memory = 10'000'000, few = 20;  // load: more than a few packets in about this time
+// If this thread is late by at most this, a wire catches up, like the buckets of the lab's other links.
 constexpr int64_t late = 1'000'000;
 
-// The kernel's header in front of a frame: virtio_net_hdr of linux/virtio_net.h, which is C.
+// The kernel's header before a frame: virtio_net_hdr of linux/virtio_net.h, which is C.
 struct Offload {
   uint8_t flags, kind;
   uint16_t header_bytes, segment_bytes, checksum_start, checksum_offset;
@@ -50,8 +50,8 @@ struct Packet {
   int64_t due = 0;
   size_t dest = 0;
   size_t length = 0;  // bytes here
-  // The kernel hands over several segments of TCP as one packet.  These are the bytes of the headers,
-  // from Ethernet's on, that each segment has on the wire, and of the payload of each but the last.
+  // The kernel may hand over several TCP segments as one packet.  These are the bytes of the headers, from
+  // Ethernet on, that each segment has on the wire, and of the payload of each segment but the last.
   size_t headers = 0, segment = 1;
   std::unique_ptr<unsigned char[]> bytes;
 
@@ -62,7 +62,7 @@ struct Packet {
   size_t ip_bytes() const { return 4 * (*ip() & 15U); }
 };
 
-// Finds out whether a packet has several segments; a packet that is not of that form has one.
+// Finds out whether a packet has several segments; a packet of any other form counts as one.
 void measure(Packet &packet) {
   Offload offload;
   std::memcpy(&offload, packet.bytes.get(), start);
@@ -85,12 +85,12 @@ void store(unsigned char *to, int bytes, uint32_t value) {
   for (int i = bytes; i-- > 0; value >>= 8U) to[i] = static_cast<unsigned char>(value);
 }
 
-uint32_t fold(uint32_t sum) {  // as the checksums of IP and TCP carry
+uint32_t fold(uint32_t sum) {  // adds the carries, as the checksums of IP and TCP do
   while (sum >> 16U != 0) sum = (sum & 0xffffU) + (sum >> 16U);
   return sum;
 }
 
-// Copies the segments [from, to) of a packet, with headers as if they had been sent alone.
+// Copies the segments [from, to) of a packet, with the headers that they would have if sent alone.
 Packet cut(const Packet &whole, size_t from, size_t to) {
   const size_t first = from * whole.segment, last = std::min(to * whole.segment, whole.payload());
   const size_t kept = start + whole.headers;
@@ -112,7 +112,7 @@ Packet cut(const Packet &whole, size_t from, size_t to) {
   store(segment + 4, 4, load(segment + 4, 4) + static_cast<uint32_t>(first));
   if (to < whole.segments()) segment[13] &= 0xf6U;  // neither FIN nor PSH
   if (from > 0) segment[13] &= 0x7fU;               // nor CWR
-  // the checksum so far is a sum of addresses, protocol and length, of which only the length has changed
+  // the checksum so far is a sum of addresses, protocol and length; only the length has changed
   store(segment + 16, 2, fold(load(segment + 16, 2) + (~before & 0xffffU) + bytes));
   Offload offload;
   std::memcpy(&offload, part.bytes.get(), start);
@@ -127,8 +127,8 @@ class Line {
  public:
   Line(const Wire &wire, uint64_t seed) : wire_(wire), random_(seed) {}
 
-  // Takes a packet that arrived at `time`, or the part of it that is not lost.  Returns whether a line
-  // that was empty is empty no longer.
+  // Takes a packet that arrived at `time`, or the part of it that is not lost.  Returns whether the line
+  // was empty and no longer is.
   bool put(Packet packet, int64_t time, int64_t credit) {
     if (static_cast<double>(free_ - time) > wire_.queue * second) return false;
     const auto crossing = static_cast<double>(packet.on_wire()) / wire_.bytes_per_second * second;
@@ -152,10 +152,10 @@ class Line {
   int64_t due() const { return packets_.front().due; }
 
  private:
-  // Queues a packet; if it has several segments, queues the runs between those that are lost.
+  // Queues a packet; if it has several segments, queues the runs between the lost ones.
   void keep(Packet packet) {
     const size_t segments = packet.segments();
-    size_t kept = 0;  // from here on
+    size_t kept = 0;  // first segment not queued yet
     for (size_t i = 0; wire_.loss > 0 && i < segments; ++i) {
       if (uniform_(random_) >= wire_.loss) continue;
       if (kept < i) part(packet, kept, i);
@@ -174,7 +174,7 @@ class Line {
   std::mt19937_64 random_;
   std::uniform_real_distribution<double> uniform_{0.0, 1.0};
   std::deque<Packet> packets_;
-  int64_t free_ = 0;  // when the wire has carried all that it was given
+  int64_t free_ = 0;  // when the wire has carried everything that it was given
   int64_t last_ = 0;  // when the last packet arrives
 };
 
@@ -194,7 +194,7 @@ class Forwarder {
     double load = 0;
     for (int64_t time = now(), before = time;; before = time, time = now()) {
       load *= std::exp(static_cast<double>(before - time) / memory);
-      // a packet is half a tick late on average when it comes, and half a tick early when it goes
+      // on average, a packet is half a tick late when it comes, and half a tick early when it goes
       const int64_t early = load > few ? tick / 2 : 0;
       moved_ = 0;
       deliver(time + early);
@@ -210,7 +210,7 @@ class Forwarder {
   }
 
  private:
-  // Waits until there is a packet to receive, or for a time; returns whether to go on.
+  // Waits at most `wait` for a packet to receive; returns whether to continue.
   bool poll(int64_t wait) {
     wait = std::max<int64_t>(wait, 0);
     const timespec most{static_cast<time_t>(wait / second), static_cast<long>(wait % second)};
@@ -255,7 +255,7 @@ class Forwarder {
       heads_.emplace(lines_[line].due(), line);
   }
 
-  // Moves packets that are due, in the order of time: from a rank's wire to that of their destination,
+  // Moves the packets that are due, in order of time: from a rank's wire to the wire of their destination,
   // and from there to the device.
   void deliver(int64_t time) {
     while (!heads_.empty() && heads_.top().first <= time) {

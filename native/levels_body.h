@@ -1,5 +1,5 @@
-// Lloyd-Max levels, included by scan_body.h; kernels/normal_levels.py is the specification, and sums have
-// its order.
+// Lloyd-Max levels, included by scan_body.h.  kernels/normal_levels.py is the specification; sums have the
+// same order.
 
 #include <cstddef>
 
@@ -12,7 +12,7 @@ namespace {
 using sparsync::Levels;
 
 constexpr int32_t infinite = 0x7f800000;
-constexpr int64_t together = 8;  // codes that fill whole bytes, of any number of bits
+constexpr int64_t together = 8;  // with any number of bits, this many codes fill whole bytes
 
 inline float float_of(int32_t bits) {
   float value;
@@ -26,7 +26,7 @@ inline int32_t bits_of(float value) {
   return bits;
 }
 
-// Branches on signs are never predicted.
+// Sets the sign without a branch, because the processor cannot predict signs.
 inline float with_sign(float magnitude, int32_t negative) {
   return float_of(bits_of(magnitude) ^ static_cast<int32_t>(static_cast<uint32_t>(negative) << 31));
 }
@@ -40,7 +40,7 @@ inline float sum_of_halves(float *row, int64_t n) {
   return row[0];
 }
 
-// Returns <a, b> of an even number of elements, by a sum of halves.
+// Returns <a, b> of vectors with an even number of elements, as a sum of halves.
 inline float inner(const float *a, const float *b, int64_t n, float *scratch) {
   const int64_t half = n / 2;
   for (int64_t i = 0; i < half; ++i) scratch[i] = a[i] * b[i] + a[half + i] * b[half + i];
@@ -48,7 +48,7 @@ inline float inner(const float *a, const float *b, int64_t n, float *scratch) {
 }
 
 template <int bits>
-constexpr int last_level = bits == 8 ? 0 : (1 << (bits - 1)) - 1;  // of those in the table
+constexpr int last_level = bits == 8 ? 0 : (1 << (bits - 1)) - 1;  // in the table
 
 template <int bits>
 void pack_codes(const int32_t *codes, int64_t count, uint8_t *out) {
@@ -76,8 +76,8 @@ void unpack_codes(const uint8_t *in, int64_t count, int32_t *codes) {
   }
 }
 
-// Writes the magnitudes relative to `unit`, and the number and the value of the level of each.  Returns
-// <levels, magnitudes> / <levels, levels>, in units.
+// Writes the magnitudes relative to `unit`, and the number and the value of each one's level.  Returns
+// <levels, magnitudes> / <levels, levels>, relative to `unit`.
 template <int bits>
 float choose(const float *x, int64_t n, int32_t peak, float inverse, const Levels &given,
              float *scaled, float *levels, int32_t *numbers) {
@@ -118,8 +118,8 @@ float choose(const float *x, int64_t n, int32_t peak, float inverse, const Level
 #if defined(__AVX2__)
 inline __m256 load(const float *from) { return _mm256_loadu_ps(from); }
 
-// Computes a[0]^T b[0] + a[2]^T b[2] + (a[1]^T b[1] + a[3]^T b[3]) of the quarters of a block, which are
-// the first two steps of `inner`.
+// Computes a[0]^T b[0] + a[2]^T b[2] + (a[1]^T b[1] + a[3]^T b[3]) for the quarters of a block: the first
+// two steps of `inner`.
 inline __m256 two_halvings(const __m256 *a, const __m256 *b) {
   const __m256 even = _mm256_add_ps(_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[2], b[2]));
   return _mm256_add_ps(even, _mm256_add_ps(_mm256_mul_ps(a[1], b[1]), _mm256_mul_ps(a[3], b[3])));
@@ -132,7 +132,7 @@ inline float sum_of_eights(float *row, int64_t n) {
   return sum_of_halves(row, together);
 }
 
-// Does `choose`, and writes the codes, for a whole block of 2^j >= 32 elements.
+// Does the work of `choose` and writes the codes, for a whole block of 2^j >= 32 elements.
 template <int bits>
 float choose_eights(const float *x, float inverse, const Levels &given, float *scratch,
                     uint8_t *codes) {
@@ -190,8 +190,8 @@ float choose_eights(const float *x, float inverse, const Levels &given, float *s
 #endif
 
 #if defined(__AVX512F__)
-// Does `choose`, and writes the codes, for a whole block of 2^j >= 64 elements in one bit.  The only
-// level is 1, so the products are the magnitudes, and only their sums are written.
+// Does the work of `choose` and writes the codes, for a whole block of 2^j >= 64 elements in one bit.  The
+// only level is 1, so the products are the magnitudes, and only their sums are written.
 inline float choose_signs(const float *x, float inverse, int64_t block, float *sums,
                           uint8_t *codes) {
   const int64_t quarter = block / 4;
@@ -208,7 +208,7 @@ inline float choose_signs(const float *x, float inverse, int64_t block, float *s
           static_cast<uint16_t>(_mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_LT_OQ));
       __builtin_memcpy(codes + at / 8, &word, sizeof word);
     }
-    // this has the order of `two_halvings`
+    // the same order as in `two_halvings`
     const __m512 even = _mm512_add_ps(part[0], part[2]), odd = _mm512_add_ps(part[1], part[3]);
     _mm512_storeu_ps(sums + i, _mm512_add_ps(even, odd));
   }
@@ -216,7 +216,7 @@ inline float choose_signs(const float *x, float inverse, int64_t block, float *s
 }
 #endif
 
-// into = the decoded codes / divisor, or with `keep` into += the same.
+// into = the decoded codes / divisor; with `keep`, they are added to into.
 template <int bits>
 void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Levels &given,
                float divisor, bool keep, float *into, float *scratch) {
@@ -241,7 +241,7 @@ void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Lev
         meanings[last + 1 + j] = -meanings[j];
       }
       int64_t at = 0;
-#if defined(__AVX512F__)  // a choice of sixteen by their bits
+#if defined(__AVX512F__)  // select sixteen values by their bits
       if constexpr (bits == 1) {
         const __m512 plus = _mm512_set1_ps(meanings[0]), minus = _mm512_set1_ps(meanings[1]);
         for (; at + 16 <= size; at += 16) {
@@ -253,7 +253,7 @@ void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Lev
         }
       }
 #endif
-#if defined(__AVX2__)  // a lookup of eight in a register
+#if defined(__AVX2__)  // look up eight values in a register
       const __m256 table = load(meanings);
       const __m256i shifts = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
                                                 _mm256_set1_epi32(bits));
@@ -312,11 +312,11 @@ void quantise_as(const float *x, int64_t n, const Levels &given, uint8_t *scales
       if (!packed) exact = choose<bits>(x, size, peak, inverse, given, scaled, levels, numbers);
       exact *= float_of(exponent);
       scale = bits_of(exact < given.limit ? exact : given.limit);
-      scale = (scale + 0x7fff + (scale >> 16 & 1)) & ~0xffff;  // a bf16: to nearest, ties to even
+      scale = (scale + 0x7fff + (scale >> 16 & 1)) & ~0xffff;  // round to bf16: nearest, ties to even
     }
     const auto stored = static_cast<uint16_t>(scale >> 16);
     __builtin_memcpy(scales, &stored, sizeof stored);
-    if (!(float_of(scale) > 0.0f)) {  // one form of zeros and of NaN
+    if (!(float_of(scale) > 0.0f)) {  // one encoding each for zeros and NaN
       __builtin_memset(codes, 0, static_cast<std::size_t>((size * bits + 7) / 8));
     } else if (!packed) {
       for (int64_t i = 0; i < size; ++i)

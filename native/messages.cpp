@@ -32,7 +32,7 @@ void narrow(const int64_t *indices, int64_t count, int64_t start, int64_t width,
   for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint32_t>(indices[i] - start);
 }
 
-// Returns the address, or that of a copy if the address is not aligned.
+// Returns the address, or the address of a copy if the given one is not aligned.
 template <typename T>
 const T *aligned(const uint8_t *from, uint64_t count, Scratch &scratch) {
   if (reinterpret_cast<uintptr_t>(from) % alignof(T) == 0) return reinterpret_cast<const T *>(from);

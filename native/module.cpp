@@ -1,4 +1,4 @@
-// The extension module sparsync.kernels._native.  Tensors come as addresses and sizes, validated by
+// The extension module sparsync.kernels._native.  Tensors are passed as addresses and sizes, validated by
 // kernels/native.py; the GIL is released while a kernel runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -56,10 +56,10 @@ const sparsync::Scan &scan_of(const char *isa) {
   throw std::invalid_argument(std::string("this machine or build has no instruction set ") + isa);
 }
 
-constexpr int64_t plain_step = int64_t{1} << 15;  // elements per step of a pass that keeps nothing
+constexpr int64_t plain_step = int64_t{1} << 15;  // elements per step of a pass that collects nothing
 
-// Runs a collecting pass.  Every worker has its own `limit` places of the output; afterwards, the entries
-// are moved together.  Returns the count, or -1 if more than `limit` were found.
+// Runs a pass that collects entries.  Every worker has `limit` places of the output to itself; the entries
+// are joined afterwards.  Returns the count, or -1 if more than `limit` were found.
 template <typename Pass>
 int64_t collect(int64_t n, int64_t limit, int workers, int64_t *indices, float *values,
                 const Pass &pass) {
@@ -74,7 +74,7 @@ int64_t collect(int64_t n, int64_t limit, int workers, int64_t *indices, float *
   if (total > limit) return -1;
   int64_t end = 0;
   for (const auto &part : parts) {
-    if (part.count == 0) continue;  // without any room the addresses are null
+    if (part.count == 0) continue;  // without room, the addresses are null
     const auto count = static_cast<size_t>(part.count);
     const int64_t skip = part.downwards ? limit - part.count : 0;
     std::memmove(indices + end, part.indices + skip, count * sizeof(int64_t));
@@ -174,7 +174,7 @@ void undeal(Address local, int64_t n, int64_t owner, int64_t world_size, Address
   sparsync::undeal(at<int64_t>(local), n, owner, world_size, at<int64_t>(indices));
 }
 
-constexpr int64_t few_bins = 128;  // up to here a mask per bin beats a search per element
+constexpr int64_t few_bins = 128;  // up to this number, a mask per bin beats a search per element
 
 void count_from(Address values, int64_t n, Address keys, int64_t bins, Address counts,
                 const char *isa) {
@@ -234,10 +234,10 @@ void quantise(Address x, Address more, int64_t n, const RawLevels &raw, Address 
   });
 }
 
-using RawCodes = std::tuple<Address, Address>;  // scales, and codes
+using RawCodes = std::tuple<Address, Address>;  // scales and codes
 
 // into = (the message - the sum of the messages in `less`) / divisor; with `keep`, this is added to
-// into + plus, without plus if that is 0.
+// into + plus, where a `plus` of 0 is left out.
 void decode_levels(Address into, Address plus, const std::vector<RawCodes> &less, float divisor,
                    bool keep, int64_t n, const RawLevels &raw, Address scales, Address codes,
                    int threads, const char *isa) {
@@ -279,7 +279,7 @@ void decode_levels(Address into, Address plus, const std::vector<RawCodes> &less
   });
 }
 
-// into = the sum of the messages, in their order, + own; own is left out if it is 0.
+// into = the sum of the messages, in their order, + own, where an `own` of 0 is left out.
 void sum_levels(Address into, const std::vector<RawCodes> &messages, Address own, int64_t n,
                 const RawLevels &raw, int threads, const char *isa) {
   const auto &scan = scan_of(isa);

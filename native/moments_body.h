@@ -1,4 +1,4 @@
-// Adam's moments, included by scan_body.h; updates/gradient_noise.py is the specification, in this order.
+// Adam's moments, included by scan_body.h; updates/gradient_noise.py is the specification, order included.
 
 namespace {
 

@@ -1,7 +1,7 @@
 // The packed format of one message's body, for packing.cpp and exchange.cpp.
 //
-// This is plain C++ for every machine: the bit streams are serial, and the loops over values vectorise.
-// Whatever bytes come in, no memory outside the given buffers is read or written.  All functions have
+// This is plain C++ for all machines: the bit streams are serial, and the compiler vectorises the loops over
+// values.  For any input bytes, only memory in the given buffers is read or written.  All functions have
 // internal linkage, because scan_body.h compiles them for several instruction sets.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int bf16 = 1, int8 = 2, fp32 = 3;  // as in kernels/packing.py
 constexpr uint64_t size_limit = uint64_t{1} << 32;
-// magnitudes are signed integers, which every vector unit compares
+// magnitudes are signed integers, because every vector unit can compare those
 constexpr int32_t infinity = 0x7f800000, nan_bits = 0x7fc00000, magnitude_bits = 0x7fffffff;
 constexpr float largest_scale = 0x1.020406p+121f;  // 127 times the next float is infinite
 constexpr int8_t not_finite = -128;
@@ -83,12 +83,12 @@ inline void store_word(uint8_t *bytes, uint64_t nbytes, uint64_t at, uint64_t wo
     std::memcpy(bytes + at, &word, nbytes - at);
 }
 
-// Appends bits, a word at a time; the last word is cut to the bytes that are left.
+// Appends bits, a word at a time; the last word is cut to the remaining bytes.
 class BitWriter {
  public:
   BitWriter(uint8_t *bytes, uint64_t nbytes) : bytes_(bytes), nbytes_(nbytes) {}
 
-  // `count` is from 1 to 64, and the bits above it are zero
+  // `count` is between 1 and 64; the bits above it are zero
   void put(uint64_t bits, unsigned count) {
     word_ |= bits << fill_;
     fill_ += count;
@@ -111,7 +111,7 @@ class BitWriter {
 
 // ---- indices ------------------------------------------------------------------------------------
 
-// The low bits of `group` entries are joined before they enter the stream, whose steps are serial.
+// Joins the low bits of `group` entries before they enter the stream, because its steps are serial.
 template <int group, typename Index>
 inline void put_low_bits(BitWriter writer, const Index *indices, uint64_t nnz, unsigned low) {
   const uint64_t mask = (uint64_t{1} << low) - 1;
@@ -157,7 +157,7 @@ inline bool pack_indices(const Index *indices, uint64_t nnz, uint64_t size, uint
   return true;
 }
 
-// `whole` means that 8 bytes can be read wherever low bits start.
+// `whole` promises that 8 bytes can be read wherever low bits start.
 template <bool whole, typename Index>
 inline int64_t unpack_bits(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uint64_t size,
                            Index *indices) {
@@ -184,7 +184,7 @@ inline int64_t unpack_bits(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uin
   return ascending && lowest <= size ? static_cast<int64_t>(found) : -1;
 }
 
-// Returns how many bits are set, which should be `nnz`, or -1 if the indices do not ascend below `size`.
+// Returns the number of set bits, which should be `nnz`, or -1 if the indices do not ascend below `size`.
 template <typename Index>
 inline int64_t unpack_indices(const uint8_t *in, uint64_t nbytes, uint64_t nnz, uint64_t size,
                               Index *indices) {
@@ -198,7 +198,7 @@ inline int64_t unpack_indices(const uint8_t *in, uint64_t nbytes, uint64_t nnz, 
 inline int32_t magnitude_of(float value) { return bits_to<int32_t>(value) & magnitude_bits; }
 
 inline void pack_bf16(const float *values, uint64_t nnz, uint8_t *out, float *decoded) {
-  for (uint64_t i = 0; i < nnz; ++i) {  // nearest, ties to even; never from finite to Inf
+  for (uint64_t i = 0; i < nnz; ++i) {  // round to nearest, ties to even; finite values never become Inf
     const int32_t bits = bits_to<int32_t>(values[i]), magnitude = bits & magnitude_bits;
     const int32_t finite = least(magnitude, 0x7f7f0000);  // the largest bf16
     int32_t rounded = (finite + 0x7fff + (finite >> 16 & 1)) & ~0xffff;
@@ -228,7 +228,7 @@ inline float scale_of(const float *values, uint64_t count) {
 }
 
 inline void pack_block(const float *values, uint64_t count, float scale, uint8_t *out, float *decoded) {
-  constexpr float to_integer = 12582912.0f;  // 1.5 2^23: adding it rounds to integers, ties to even
+  constexpr float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to integers, ties to even
   const float divisor = scale == 0.0f ? 1.0f : scale;
   for (uint64_t i = 0; i < count; ++i) {
     const bool finite = magnitude_of(values[i]) < infinity;
@@ -283,7 +283,7 @@ bool pack(const Index *indices, const float *values, uint64_t nnz, uint64_t size
   return pack_indices(indices, nnz, size, body + middle, nbytes - middle);
 }
 
-// Inverts `pack`; returns the same as unpack_indices.
+// Inverts `pack`; returns the result of unpack_indices.
 template <typename Index>
 int64_t unpack(const uint8_t *body, uint64_t nbytes, uint64_t nnz, uint64_t size, int form,
                uint64_t block, Index *indices, float *values) {

@@ -1,4 +1,4 @@
-// Threads that are started and joined within one call.  No pool survives that would compete with torch's.
+// Threads that start and end within one call: a lasting pool would compete with torch's.
 #pragma once
 
 #include <atomic>
@@ -11,11 +11,11 @@ namespace sparsync {
 
 // Calls work(worker, start, stop) until [0, n) is covered, in steps of at most `step` elements.
 //
-// Workers come in pairs that share a stretch: the even worker takes steps from its start upwards, and the
-// odd worker from its end downwards, until they meet.  So each worker's steps are in order and adjoin, and a
-// worker that has to wait for a core (torch's threads spin on theirs for milliseconds after every
-// operation) leaves the work to the other.  Worker 0 is the calling thread; a worker whose thread
-// cannot be started leaves all steps to its partner, or to the caller.
+// Workers come in pairs that share a stretch: the even worker takes steps from its start upwards, the odd
+// worker from its end downwards, until they meet.  So each worker's steps adjoin, in order.  A worker that
+// waits for a core leaves the work to its partner; torch's threads spin on theirs for milliseconds after
+// every operation.  Worker 0 is the calling thread.  If a thread cannot be started, the partner, or the
+// caller, takes all of its steps.
 template <typename Work>
 void share(int64_t n, int workers, int64_t step, const Work &work) {
   const int64_t steps = (n + step - 1) / step;

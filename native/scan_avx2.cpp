@@ -1,4 +1,4 @@
-// AVX2 has 8 elements in a register.
+// AVX2: 8 elements in a register.
 #include "scan.h"
 
 #if defined(__AVX2__)
@@ -6,7 +6,7 @@
 
 namespace {
 
-// `below` is key - 1 in every lane, because AVX2 has only "greater than", for signed integers
+// `below` is key - 1 in every lane, because AVX2 compares signed integers only by "greater than"
 inline uint64_t reaching8(__m256 x, __m256i below) {
   const __m256i bits = _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff));
   const __m256 over = _mm256_castsi256_ps(_mm256_cmpgt_epi32(bits, below));

@@ -1,4 +1,4 @@
-// AVX-512 (F, BW, VL) has 16 elements in a register, and its comparisons give mask bits directly.
+// AVX-512 (F, BW, VL): 16 elements in a register; comparisons return mask bits directly.
 #include "scan.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)

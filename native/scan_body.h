@@ -1,11 +1,11 @@
-// The passes themselves, included by one file per instruction set.  That file defines, in an unnamed
-// namespace, how 64 elements are handled:
+// The passes themselves, included by one file per instruction set.  Each file defines, in an unnamed
+// namespace, how to handle 64 elements:
 //   uint64_t reaching(const float *x, uint32_t key)            bit i: key_of(x[i]) >= key
 //   uint64_t add_reaching(float *r, float *g, uint32_t key)    swap-add, then the same of r
 //   void add_only(float *r, float *g)                          swap-add
 //
-// All functions here have internal linkage: the linker must never merge code that was compiled for one
-// instruction set with that for another.
+// All functions here have internal linkage: the linker must never merge code compiled for different
+// instruction sets.
 
 #include "dealing.h"
 #include "levels_body.h"
@@ -19,16 +19,16 @@ using sparsync::Found;
 using sparsync::key_of;
 
 constexpr int64_t lane = 64;      // elements per mask word
-constexpr int ahead = 4;          // positions written at once, without looking how many there are
+constexpr int ahead = 4;          // positions written at once, whether or not there are that many
 constexpr uint64_t guard = uint64_t{1} << 63;  // ctz of zero is undefined; ctz(0 | guard) is not
 
-// Appends `base` + the position of every set bit.  Up to `ahead` entries beyond the count are scratch.
+// Appends `base` + the position of every set bit.  Writes up to `ahead` useless entries beyond the count.
 inline int64_t emit(uint64_t word, uint16_t base, uint16_t *positions, int64_t count) {
   const int bits = __builtin_popcountll(word);
   uint16_t *out = positions + count;
   for (int done = 0;;) {
-    // at 1 % density a word has 0 to 3 set bits, and always writing four positions costs less than a
-    // branch that the processor cannot predict
+    // at 1 % density, a word has 0 to 3 set bits; always writing four positions costs less than a branch
+    // that the processor cannot predict
     for (int i = 0; i < ahead; ++i) {
       out[done + i] = static_cast<uint16_t>(base + __builtin_ctzll(word | guard));
       word &= word - 1;
@@ -38,7 +38,7 @@ inline int64_t emit(uint64_t word, uint16_t base, uint16_t *positions, int64_t c
   }
 }
 
-// The mask of a part shorter than 64.
+// Returns the mask of a part shorter than 64.
 inline uint64_t reaching_part(const float *x, int64_t n, uint32_t key) {
   uint64_t word = 0;
   for (int64_t i = 0; i < n; ++i) word |= uint64_t{key_of(x[i]) >= key} << i;
@@ -53,7 +53,7 @@ inline void swap_part(float *r, float *g, int64_t n) {
   }
 }
 
-// Moves the entries that a step has found to the caller's memory, if they fit.
+// Moves the entries found in a step to the caller's memory, if they fit.
 inline void keep(const float *x, int64_t start, const uint16_t *positions, int64_t count,
                  Found &found) {
   if (found.count + count > found.capacity) {
@@ -170,7 +170,7 @@ int64_t between(const float *x, int64_t n, uint32_t low, uint32_t high, uint32_t
   return count;
 }
 
-// There is a mask per key and 64 elements; a step's elements stay in the L1 cache.
+// Computes one mask per key and 64 elements; the elements of a step stay in the L1 cache.
 void count_from(const float *x, int64_t n, const int64_t *keys, int64_t bins, int64_t *counts) {
   for (int64_t b = 0; b < bins; ++b) counts[b] = 0;
   for (int64_t start = 0; start < n; start += sparsync::scan_step) {
@@ -183,7 +183,7 @@ void count_from(const float *x, int64_t n, const int64_t *keys, int64_t bins, in
 }
 
 void place(const int64_t *indices, int64_t n, uint32_t ranks, uint32_t *groups, uint32_t *owners) {
-  // quotients of 31-bit numbers are computed by a product and a shift (Granlund and Montgomery, 1994)
+  // compute quotients of 31-bit numbers by a product and a shift (Granlund and Montgomery, 1994)
   const int shift = 31 + (ranks > 1 ? 32 - __builtin_clz(ranks - 1) : 0);
   const auto inverse = static_cast<uint32_t>((uint64_t{1} << shift) / ranks + 1);
   for (int64_t i = 0; i < n; ++i)

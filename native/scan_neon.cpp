@@ -1,4 +1,4 @@
-// NEON, which every 64-bit ARM has, has 4 elements in a register.
+// NEON, which every 64-bit ARM processor has: 4 elements in a register.
 #include "scan.h"
 
 #if defined(__aarch64__) && defined(__ARM_NEON)
@@ -24,7 +24,7 @@ inline uint64_t reaching(const float *x, uint32_t key) {
   const uint8x16_t weight = vld1q_u8(weights);
   uint8x16_t bits[4];
   for (int i = 0; i < 4; ++i) bits[i] = vandq_u8(reaching16(x + 16 * i, low), weight);
-  // pairwise sums bring the eight weighted bytes of every eight elements into one
+  // pairwise sums combine the weighted bytes of every eight elements into one byte
   const uint8x16_t pairs = vpaddq_u8(vpaddq_u8(bits[0], bits[1]), vpaddq_u8(bits[2], bits[3]));
   return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(pairs, pairs)), 0);
 }

@@ -1,4 +1,4 @@
-// Loops for every machine, which a compiler vectorises by itself.
+// Loops for all machines, which the compiler vectorises.
 #include "scan.h"
 
 namespace {

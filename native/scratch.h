@@ -1,5 +1,5 @@
-// Scratch memory is kept for the next call of this thread, because at these sizes the allocator gives
-// memory back to the system, and a page that is touched for the first time costs 1 to 3 us.
+// Scratch memory that is kept for the next call of this thread.  At these sizes, the allocator returns memory
+// to the system, and the first access to a new page costs 1 to 3 us.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace sparsync {
 
-// The memory that a call takes is free for other calls when it ends.
+// The memory that a call takes; free for other calls when this one ends.
 class Scratch {
  public:
   Scratch() : before_(used_) {}

@@ -12,13 +12,13 @@
 namespace sparsync {
 namespace {
 
-constexpr int bin_bits = 11;                  // 2048 bins: three rounds settle all 31 bits of a key
-constexpr int tables = 4;                     // equal neighbours would wait for each other's count
+constexpr int bin_bits = 11;                  // 2048 bins: three rounds determine all 31 bits of a key
+constexpr int tables = 4;                     // with one, equal neighbours would wait for each other's count
 constexpr int64_t block = int64_t{1} << 30;   // elements before a 32-bit count could overflow
-constexpr int64_t few = 4096;                 // keys that are cheaper to partition than to count
-constexpr int64_t many = 1 << 15;               // keys that are cheaper to sample first
+constexpr int64_t few = 4096;                 // fewer keys are cheaper to partition than to count
+constexpr int64_t many = 1 << 15;               // from here on, it is cheaper to sample the keys first
 constexpr int64_t least_sample = 2048, most_sample = int64_t{1} << 16;
-constexpr int64_t stretches_per_key = 4;      // of the table that `count_from` looks keys up in
+constexpr int64_t stretches_per_key = 4;      // in the table in which `count_from` looks keys up
 using Histogram = std::array<int64_t, size_t{1} << bin_bits>;
 
 // Counts the keys of x in each bin of 2^shift keys in [low, high].  No key above `high` belongs to the
@@ -28,7 +28,7 @@ void histogram(const float *x, int64_t n, uint32_t low, uint32_t high, int shift
   const uint32_t outside = ((high - low) >> shift) + 1;
   for (int64_t first = 0; first < n; first += block) {
     std::array<std::array<uint32_t, (size_t{1} << bin_bits) + 1>, tables> counts{};
-    const auto bin = [&](int64_t i) {  // what is below `low` wraps around to the top
+    const auto bin = [&](int64_t i) {  // keys below `low` wrap around to the top
       return std::min((key_of(x[i]) - low) >> shift, outside);
     };
     const int64_t stop = std::min(n, first + block);
@@ -41,13 +41,13 @@ void histogram(const float *x, int64_t n, uint32_t low, uint32_t high, int shift
   }
 }
 
-// Finds the `wanted`-th largest of the keys in [low, high], which are fewer than `few`.
+// Finds the `wanted`-th largest of the keys in [low, high], of which there are fewer than `few`.
 Threshold among_few(const float *x, int64_t n, uint32_t low, uint32_t high, int64_t wanted) {
   std::array<uint32_t, few> keys;
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t key = key_of(x[i]);
-    keys[static_cast<size_t>(count)] = key;  // kept only where the count goes on
+    keys[static_cast<size_t>(count)] = key;  // the next key overwrites it unless the count grows
     count += key - low <= high - low;
   }
   const auto kth = keys.begin() + (wanted - 1);
@@ -55,7 +55,7 @@ Threshold among_few(const float *x, int64_t n, uint32_t low, uint32_t high, int6
   return {*kth, std::count(keys.begin(), kth + 1, *kth)};
 }
 
-// Collects the key of one element in every stretch of `stride`; the element's place varies, because
+// Collects the key of one element per stretch of `stride` elements.  The element's position varies, because
 // periodic data would otherwise mislead the sample.
 std::vector<uint32_t> sample(const float *x, int64_t n, int64_t stride) {
   std::vector<uint32_t> keys;
@@ -69,7 +69,7 @@ std::vector<uint32_t> sample(const float *x, int64_t n, int64_t stride) {
   return keys;
 }
 
-// Returns the key of this rank, counted from the largest, or a limit if there is no such key.
+// Returns the key of this rank, counted from the largest; if there is no such key, returns a limit.
 uint32_t ranked(std::vector<uint32_t> &keys, double rank) {
   if (rank < 0) return largest_key;
   if (rank >= static_cast<double>(keys.size())) return 0;
@@ -78,7 +78,7 @@ uint32_t ranked(std::vector<uint32_t> &keys, double rank) {
   return *at;
 }
 
-// Looks between two keys of a sample; returns false if the threshold is not there, or too many keys are.
+// Searches between two keys of a sample; returns false if the threshold is elsewhere, or too many keys are.
 bool among_sampled(const float *x, int64_t n, int64_t wanted, const Scan &scan, Threshold &found) {
   const int64_t stride = n / std::clamp(n / 64, least_sample, most_sample);
   std::vector<uint32_t> keys = sample(x, n, stride);
@@ -132,7 +132,7 @@ int64_t top(const float *x, int64_t n, int64_t k, int64_t *positions, const Scan
 
 uint32_t guess(const float *x, int64_t n, int64_t k, int64_t stride) {
   std::vector<uint32_t> keys = sample(x, n, stride);
-  // this is four standard deviations of the sampled count above its mean
+  // four standard deviations of the sampled count above its mean
   const double mean = static_cast<double>(k) / static_cast<double>(stride);
   const auto rank = static_cast<size_t>(mean + 4 * std::sqrt(mean) + 4);
   if (rank >= keys.size()) return 1;
@@ -145,8 +145,8 @@ void count_from(const float *values, int64_t n, const int64_t *keys, int64_t bin
                 int64_t *counts) {
   if (bins == 0) return;
   std::vector<int64_t> at_least(static_cast<size_t>(bins) + 1, 0);
-  // A table by the leading bits of the range between the outermost keys has the number of keys below each
-  // stretch.  At most one key lies in a stretch; otherwise, the search goes on among the keys in it.
+  // The table has, for each stretch of keys by their leading bits, the number of keys below the stretch.
+  // Most stretches have at most one key; otherwise, the search continues among the keys in the stretch.
   const auto clamped = [](int64_t key) { return std::clamp(key, int64_t{0}, largest_key + int64_t{1}); };
   const int64_t low = clamped(keys[0]), span = clamped(keys[bins - 1]) - low;
   int shift = 0;

@@ -6,18 +6,18 @@
 namespace sparsync {
 
 struct Threshold {
-  uint32_t key;  // all above it are taken
+  uint32_t key;  // all keys above it are selected,
   int64_t ties;  // and this many of those that equal it
 };
 
-// Finds the `wanted`-th largest of the keys.  There are at least that many non-zero keys.
+// Finds the `wanted`-th largest key, for at least `wanted` non-zero keys.
 Threshold threshold(const float *x, int64_t n, int64_t wanted, const Scan &scan);
 
 // Writes the ascending positions of the min(k, non-zeros) largest magnitudes, where ties go to the lower
-// position; returns their number.  `positions` has room for k.  This takes O(1) extra memory.
+// position; returns their number.  `positions` has room for k.  Needs O(1) extra memory.
 int64_t top(const float *x, int64_t n, int64_t k, int64_t *positions, const Scan &scan);
 
-// Returns a key that probably somewhat more than k elements reach, judging by one element in `stride`.
+// Returns a key that probably slightly more than k elements reach, judging by one element in `stride`.
 uint32_t guess(const float *x, int64_t n, int64_t k, int64_t stride);
 
 // Sets counts[i] to the number of values with a key >= keys[i]; keys ascend.

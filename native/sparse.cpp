@@ -28,9 +28,9 @@ constexpr int64_t bit_tile = int64_t{1} << 17;    // 16 KiB of bits stay in the 
 constexpr int64_t word_bits = 64;
 
 constexpr int64_t line = 16;                      // floats of a cache line
-constexpr int64_t past_caches = int64_t{1} << 20;  // floats from which lines go straight to memory
+constexpr int64_t past_caches = int64_t{1} << 20;  // from this many floats on, lines bypass the caches
 
-// Writes an aligned line without reading it first: that halves the traffic of zeroing a vector.
+// Writes an aligned line without reading it first, which halves the traffic of zeroing a vector.
 inline void write_line(float *to, const float *from) {
 #if defined(__SSE2__)
   for (int64_t i = 0; i < line; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
@@ -53,7 +53,7 @@ inline float masked(float value, bool there) {
   return value;
 }
 
-// The memory in which the entries of one tile are collected.
+// The memory for the entries of one tile.
 struct Tile {
   template <typename Index>
   Tile(const std::vector<Stream<Index>> &streams, Scratch &scratch) {
@@ -70,7 +70,7 @@ struct Tile {
   int64_t count = 0;
 };
 
-// Collects the entries of the stream below `stop`, and moves `at` on.
+// Collects the stream's entries below `stop`, and advances `at`.
 template <typename Index>
 void collect(int64_t start, int64_t stop, const Stream<Index> &stream, int64_t &at, Tile &t) {
   const auto room = static_cast<uint64_t>(stop - start);
@@ -88,8 +88,8 @@ void collect(int64_t start, int64_t stop, const Stream<Index> &stream, int64_t &
   at += found;
 }
 
-// Two streams need no tile.  No branch depends on which of them is next, because a processor could not
-// predict it.
+// Two streams need no tile.  No branch depends on which of them comes next, because the processor could not
+// predict that.
 template <typename Index>
 int64_t merge_two(const Stream<Index> &a, const Stream<Index> &b, int64_t size, int64_t *indices,
                   float *values) {
@@ -137,14 +137,14 @@ int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Sca
   Scratch scratch;
   Tile t(streams, scratch);
   std::vector<int64_t> at(streams.size(), 0);
-  int64_t count = 0, done = 0;  // all below `done` is written
+  int64_t count = 0, done = 0;  // everything below `done` is written
   for (;;) {
     int64_t next = std::numeric_limits<int64_t>::max();
     for (size_t s = 0; s < streams.size(); ++s)
       if (at[s] < streams[s].count) next = std::min(next, static_cast<int64_t>(streams[s].indices[at[s]]));
     if (next == std::numeric_limits<int64_t>::max()) return count;
     if (next < done || next >= size) refuse_order("merge: indices of a stream");
-    const int64_t start = next / tile * tile;  // tiles without entries are skipped
+    const int64_t start = next / tile * tile;  // skip tiles without entries
     done = std::min(start + tile, size);
     t.count = 0;
     for (size_t s = 0; s < streams.size(); ++s) collect(start, done, streams[s], at[s], t);
@@ -161,7 +161,7 @@ int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, 
                      int64_t m, const Scan &scan, int64_t *indices, float *values) {
   Scratch scratch;
   Tile t(streams, scratch);
-  std::array<uint8_t, tile> wanted{};  // bytes are set and looked up faster than bits
+  std::array<uint8_t, tile> wanted{};  // bytes are faster to set and to look up than bits
   std::vector<int64_t> at(streams.size(), 0);
   int64_t count = 0, done = 0;
   for (int64_t j = 0; j < m;) {
@@ -175,7 +175,7 @@ int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, 
     for (; j < m && place_of(among[j]) < room; ++j) wanted[place_of(among[j])] = 1;
     t.count = 0;
     for (size_t s = 0; s < streams.size(); ++s) {
-      const Stream<int64_t> stream = streams[s];  // a copy: nothing else can change it
+      const Stream<int64_t> stream = streams[s];  // a copy, so the compiler knows that nothing changes it
       int64_t i = std::lower_bound(stream.indices + at[s], stream.indices + stream.count, start) -
                   stream.indices;
       int64_t collected = t.count;
@@ -207,7 +207,7 @@ int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int
     start = next / bit_tile * bit_tile;
     const int64_t stop = start + bit_tile;
     bits.fill(0);
-    // the entries before the tile are in only one of the two streams
+    // before the tile, the two streams have no index in common
     i = std::lower_bound(indices + i, indices + n, start) - indices;
     j = std::lower_bound(among + j, among + m, start) - among;
     for (; j < m && among[j] < stop; ++j) {
@@ -226,7 +226,7 @@ int64_t restrict_to(const int64_t *indices, int64_t n, const int64_t *among, int
 
 void subtract(float *dense, int64_t size, const int64_t *indices, const float *values, int64_t n) {
   const auto room = static_cast<uint64_t>(size);
-  // all indices are checked before the first value is subtracted, so an error leaves the vector as it was
+  // check all indices before subtracting the first value, so that an error leaves the vector unchanged
   bool inside = true;
   for (int64_t i = 0; i < n; ++i) inside &= static_cast<uint64_t>(indices[i]) < room;
   if (!inside) refuse_order("subtract_: indices");
@@ -245,7 +245,7 @@ void scatter(float *dense, int64_t size, const int64_t *indices, const float *va
       for (; i < n && indices[i] < stop; ++i) dense[indices[i]] = values[i];
       return;
     }
-    // first the part up to the first whole cache line, then the lines, then the rest
+    // first the part before the first whole cache line, then the lines, then the rest
     const auto misplaced = static_cast<int64_t>(reinterpret_cast<uintptr_t>(dense + start) / 4 % line);
     const int64_t head = std::min(stop, start + (line - misplaced) % line);
     const int64_t tail = head + (stop - head) / line * line;

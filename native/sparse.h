@@ -1,5 +1,5 @@
-// Kernels on sorted (indices, values) streams.  Each kernel checks its indices and throws
-// std::invalid_argument rather than touching memory outside its arguments.
+// Kernels on sorted (indices, values) streams.  Each kernel checks its indices; it throws
+// std::invalid_argument rather than access memory outside its arguments.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Stream {
   int64_t count;
 };
 
-// Sums the streams as a left fold in their order and drops zero sums; returns how many are left.
+// Sums the streams as a left fold in their order and drops zero sums; returns the number of sums left.
 // The output has room for all entries of all streams.  Index is int64_t, uint32_t or uint16_t.
 template <typename Index>
 int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Scan &scan,
@@ -26,7 +26,7 @@ int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Sca
 int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, const int64_t *among,
                      int64_t m, const Scan &scan, int64_t *indices, float *values);
 
-// Drops zero entries; returns how many are left.
+// Drops zero entries; returns the number of entries left.
 int64_t without_zeros(int64_t count, int64_t *indices, float *values);
 
 // Writes the positions of the `indices` that occur in `among`, and returns their number; both ascend.

@@ -1,7 +1,7 @@
 """The command line: ``sparsync train | bench | linear | lab | doctor | ...``.
 
-A command's module is imported only when the command is called, so ``sparsync --help`` is fast.
-Other packages add commands through entry points of the group ``sparsync.commands``.
+A command's module is imported only when the command is called, so that ``sparsync --help`` is fast.
+Other packages add commands through entry points in the group ``sparsync.commands``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     }
 )
 _GROUP = "sparsync.commands"
-# the commands of sparsync-papers are named in an error if it is not installed; commands of all
-# other packages are listed with their package's summary, because importing them would make --help
-# slow
+# If sparsync-papers is not installed, an error names its commands.  Commands of all other packages are
+# listed with their package's summary, because importing them would make --help slow.
 _OF_PAPERS = MappingProxyType(
     {
         "reproduce": "Reproduce tables and figures of the papers; --list shows them.",
@@ -56,7 +55,7 @@ _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 
 def make_app(wanted: str | None = None) -> typer.Typer:
-    """Make the command line; if one command is ``wanted``, others get only their line of help."""
+    """Build the command line; if one command is ``wanted``, the others get only their line of help."""
     app = typer.Typer(
         name="sparsync",
         help="Data-parallel training on networks too slow for dense allreduce.",
@@ -123,7 +122,7 @@ def main() -> None:
 def _run(arguments: list[str]) -> object:
     try:
         returned = make_app(arguments[0])(arguments, standalone_mode=False)
-        # flush now, because an error at interpreter exit would get neither a line nor an exit code
+        # flush now, because an error at interpreter exit would give neither a message nor an exit code
         sys.stdout.flush()
     except OSError:
         # the rest of the buffer would fail again at interpreter exit
@@ -138,7 +137,7 @@ def exit_code(run: Callable[[], object]) -> int:
     try:
         returned = run()
     except (ConfigurationError, _UsageError) as error:
-        if _speaks():  # all ranks of a launcher got the same arguments
+        if _speaks():  # all ranks of a launcher got the same arguments, so one message is enough
             _complain(error.format_message() if isinstance(error, _UsageError) else str(error))
         return 2
     except (SparsyncError, OSError) as error:
@@ -155,7 +154,7 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this process should print: it is rank 0, the only process, or does not know."""
+    """Return whether this process should print: as rank 0, as the only process, or if it cannot tell."""
     with suppress(ConfigurationError):
         here = detect()
         return here is None or here.rank == 0

@@ -1,7 +1,7 @@
 """Options of the commands, each declared once on the settings field that it sets.
 
-A settings class is a frozen dataclass; a field annotated with ``typer.Option`` is an option of the
-command that ``takes`` the class, and its help is the field's documentation.
+A settings class is a frozen dataclass.  A field annotated with ``typer.Option`` is an option of the
+command that ``takes`` the class; its help is the field's documentation.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ CurveKeys = Annotated[
     Readable(folder=True),
     Option(help="Folder of keys: zmq encrypts and refuses unknown ranks."),
 ]
-# the least timeout is 0.1 s, because a store or a socket needs a fraction of a second even when
-# nothing is slow
+# at least 0.1 s, because a store or a socket needs a fraction of a second even if nothing is slow
 Timeout = Annotated[float, Bounds(0.1, 1e6), Option(help="Seconds that a rank waits for another.")]
 Json = Annotated[Path | None, Option(help="Write the measurements to this file.")]
 Plot = Annotated[Path | None, Option(help="Plot them in this file (.png, .pdf or .svg).")]
@@ -78,7 +77,7 @@ def option(text: str, default: str | bool = True) -> Any:
 
 
 def whole(text: str) -> int:
-    """Return the whole number that a text means; ``7e9`` is one, for example.
+    """Return a text such as ``7e9`` as a whole number.
 
     Example:
         >>> whole("7e9"), whole("1_000"), whole("1.5e3")
@@ -95,7 +94,7 @@ def whole(text: str) -> int:
 
 
 def ranks_option(default: int) -> Any:
-    """Declare ``--ranks``; its default is the launcher's number of ranks, or ``default`` without one."""
+    """Declare ``--ranks``; its default is the launcher's number of ranks, or else ``default``."""
     return Option(
         help="World size: local processes, or virtual ranks.",
         default_factory=lambda: launched_ranks(default),
@@ -124,8 +123,8 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
     Args:
         settings: a dataclass; a field without ``typer.Option`` is not an option.
 
-    The command's own parameters remain options: positional ones come first in the help,
-    keyword-only ones last.  A field or a parameter ``lab`` brings the options that describe its links.
+    The command's own parameters remain options: positional ones come first in the help, keyword-only
+    ones last.  With a field or a parameter ``lab``, the options that describe its links are added.
     """
     hints = get_type_hints(settings, include_extras=True)
     declared = [

@@ -1,7 +1,7 @@
 """The lab's wires on kernels without netem: a thread that delays packets.
 
-Each rank's namespace has a TAP device.  The thread reads its packets and writes them to the device of
-their destination after two virtual wires have carried them (``native/forwarder.cpp``).
+Each rank's namespace has a TAP device.  The thread reads packets from it, carries them over two virtual
+wires, and writes them to the device of their destination (``native/forwarder.cpp``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BITS_PER_BYTE = 8
 
 
 def open_device(interface: str) -> int:
-    """Make a TAP device in the calling thread's namespace; it disappears when the file is closed."""
+    """Create a TAP device in the calling thread's namespace; it disappears when the file is closed."""
     import fcntl  # not available on Windows, which imports this module too
 
     try:
@@ -42,14 +42,14 @@ def open_device(interface: str) -> int:
         ) from None
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", interface.encode(), flags))
-    # within one machine, leave out checksums and segmentation, which are a network card's work
+    # within one machine, skip checksums and segmentation, which are a network card's work
     fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     return device
 
 
 @final
 class Forwarder:
-    """A thread that carries packets among devices, until it is closed.
+    """A thread that carries packets among devices until it is closed.
 
     Args:
         devices: files from ``open_device``, by rank; closed with the forwarder.
@@ -75,8 +75,8 @@ class Forwarder:
         downs = [wire(link, link.down) for link in links]
 
         def run() -> None:
-            # raise its priority above the ranks', so that timers are not late; without the
-            # privilege, the thread waits for a core like the ranks
+            # raise its priority above the ranks', so that timers are not late; without the privilege,
+            # the thread waits for a core like the ranks
             with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
             EXTENSION.forward(devices, ups, downs, int(IPv4Address(network)), stop)
@@ -86,7 +86,7 @@ class Forwarder:
         self._thread.start()
 
     def processor_seconds(self) -> float:
-        """Return the processor time of the thread so far, which includes the ranks' receive work."""
+        """Return the thread's processor time so far, which includes the ranks' receive work."""
         assert self._thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 

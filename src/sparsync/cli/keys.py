@@ -19,7 +19,7 @@ def command(
 ) -> None:
     """Make one certificate per rank, for --curve-keys and curve_keys=.
 
-    Every rank needs all public keys, and only its own secret key: copy the folder to each machine
+    Every rank needs all public keys, but only its own secret key: copy the folder to each machine
     without the other ranks' secret keys.
     """
     made = make_curve_keys(directory, ranks)

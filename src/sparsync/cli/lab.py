@@ -10,8 +10,8 @@
 Links with delay, jitter or loss use ``netem`` instead of ``tbf``.  If the kernel has no ``netem``, a
 thread of this process carries the packets between the ranks (``forwarder.py``), and there is no bridge.
 
-No part of a lab has a global name.  The namespaces are held by open files of the process that made
-them, and by the ranks inside.  So they disappear when these processes end, however they end.
+No part of a lab has a global name.  The process that made the namespaces holds them by open files, and so
+do the ranks inside.  So they disappear when these processes end, however they end.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ T = TypeVar("T")
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 _BRIDGE = "bridge"
-_INTERFACE = "eth0"  # the link's end inside a rank's namespace
+_INTERFACE = "eth0"  # the end of the link inside a rank's namespace
 _ADDRESS = "SPARSYNC_LAB_ADDRESS"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _COUNTERS = Path("/proc/thread-self/net/dev")  # counters of the calling thread's namespace
 _CARRIERS = ("tbf", "netem", "forwarder")
 _BITS_PER_BYTE = 8
 _ALSO_IN = "/usr/sbin:/sbin"  # folders with tools that Debian omits from a user's PATH
-_COMMAND_SECONDS = 10.0  # a bound on each command of iproute2
-# the seconds of the wire that a send buffer holds; with Linux's default of 4 MB, acknowledgements
-# would wait behind seconds of data
+_COMMAND_SECONDS = 10.0  # time limit for each command of iproute2
+# seconds of the wire that a send buffer holds; with Linux's default of 4 MB, acknowledgements would wait
+# behind seconds of data
 _SEND_BUFFER_SECONDS = 0.02
 _LEAST_SEND_BUFFER = 65_536  # bytes; with less, TCP stalls
 _MOST_SEND_BUFFER = 524_288  # bytes that Linux grants a program that asks for more
-_USUAL_SEND_BUFFER = 4_194_304  # bytes that it grants a program that does not ask
+_USUAL_SEND_BUFFER = 4_194_304  # bytes that Linux grants a program that does not ask
 _LEAST_QUEUE_SECONDS = 0.1
-_DEVICE_PACKETS = 10_000  # room of a device's queue between two turns of the forwarder
+_DEVICE_PACKETS = 10_000  # packets that a device's queue holds between two turns of the forwarder
 _FRAME_BYTES = 1_514
 
 
@@ -74,11 +74,11 @@ class LabError(ConfigurationError):
 def default_burst(bits_per_second: int) -> int:
     """Return the bucket of ``tbf``: the bytes that an idle link passes at once.
 
-    A smaller bucket distorts the wire time less.  But it must cover the lateness of timers and
-    processes, or the rate is not reached.  At 1 Gbit/s, a single stream reached 72 % of the rate
-    with 16 KB, 92 % with 32 KB, and 99 % with 64 KB; dense allreduce on overloaded cores reached 80
-    % with 64 KB, and 90 % with 128 KB.  The bucket is therefore a millisecond, the lateness with
-    two busy cores, and at least the first window of a TCP connection.
+    A smaller bucket distorts the wire time less, but if it does not cover the lateness of timers and
+    processes, the rate is not reached.  At 1 Gbit/s, a single stream reached 72 % of the rate with 16 KB,
+    92 % with 32 KB, and 99 % with 64 KB; dense allreduce on overloaded cores reached 80 % with 64 KB, and
+    90 % with 128 KB.  The bucket is therefore a millisecond, the lateness with two busy cores, and at
+    least the first window of a TCP connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
@@ -101,13 +101,13 @@ class Lab:
         ranks: number of ranks P, each with its own link to one bridge; at most 1,000.
         links: the links of the ranks, in rank order; or one text for all, e.g. "200mbit", see
             ``parse_links``.
-        carrier: "tbf" (rates only), "netem" or "forwarder"; "auto": the first of them that supports the
-            links.
+        carrier: "tbf" (rates only), "netem" or "forwarder"; "auto" is the first of them that supports
+            the links.
 
     Attributes:
         bits_per_second: the lowest rate.
         burst_bytes: the bucket of ``tbf`` at that rate, which an idle link passes at once (see
-            ``default_burst``); subtract it when you compute wire times.
+            ``default_burst``); subtract it when computing wire times.
 
     Raises:
         ConfigurationError: an argument is invalid, iproute2 is missing, or the kernel forbids
@@ -154,10 +154,10 @@ class Lab:
     def segment_bytes(self) -> int:
         """The largest packet handed to the link (GSO): a quarter of the bucket.
 
-        A packet of 64 KB would empty the bucket at once and hold up the acknowledgements behind it.
-        With both directions busy, each reached 61 to 81 % of 1 Gbit/s with such packets, but 99 %
-        with packets of 16 KB (burst 64 KB).  The forwarder gets packets that cross the link in half
-        a millisecond.  ``netem`` gets single frames, because it loses packets as a whole.
+        A packet of 64 KB would empty the bucket at once and delay the acknowledgements behind it.  With
+        such packets in both directions, each direction reached 61 to 81 % of 1 Gbit/s, but 99 % with
+        packets of 16 KB (burst 64 KB).  The forwarder gets packets that cross the link in half a
+        millisecond.  ``netem`` gets single frames, because it loses packets as a whole.
         """
         if self.carrier == "netem":
             return 1_514
@@ -171,7 +171,7 @@ class Lab:
 
         With delays, it is Linux's default, but at least twice the bytes that fill the longest and
         fastest path.  The factor of two is needed because the kernel counts 2.3 KB for a packet of
-        1.5 KB, and acknowledgements may queue behind data of the other direction.
+        1.5 KB, and acknowledgements may queue behind data in the other direction.
         """
         if self._rtt:
             return max(_USUAL_SEND_BUFFER, round(3 * self._fastest * self._rtt / _BITS_PER_BYTE))
@@ -188,18 +188,18 @@ class Lab:
     def queue_seconds(self) -> float:
         """The seconds that a packet may wait for a ``netem`` or forwarder link before it is dropped.
 
-        It is at least the longest RTT, so that Reno, which halves its window after a loss, keeps
-        the link busy.  It is also at least as long as a home modem queues packets.
+        They are at least the longest RTT, so that Reno, which halves its window after a loss, keeps the
+        link busy.  They are also at least as long as a home modem queues packets.
         """
         return max(self._rtt, _LEAST_QUEUE_SECONDS)
 
     def seat(self, rank: int) -> Seat:
-        """Return a rank's place, with which a process enters the rank's namespace."""
+        """Return a rank's seat, with which a process enters the rank's namespace."""
         self._open()
         return Seat(self._ranks[rank].path, self.address(rank))
 
     def traffic(self) -> list[LinkTraffic]:
-        """Return the bytes on each rank's link since the lab was opened, as the kernel counts them."""
+        """Return the bytes on each rank's link since the lab was opened, as counted by the kernel."""
         self._open()
         return [namespace.run(_counters)[_INTERFACE] for namespace in self._ranks]
 
@@ -255,13 +255,13 @@ class Lab:
         assert self._bridge is not None
         self._run(
             self._bridge,
-            # no IPv6, whose background traffic would be counted
+            # no IPv6, because its background traffic would be counted
             f"ip link add {_BRIDGE} type bridge mcast_snooping 0",
             f"ip link set {_BRIDGE} addrgenmode none up",
         )
         size = f"gso_max_size {self.segment_bytes}"
         for rank, (namespace, link) in enumerate(zip(self._ranks, self.links, strict=True)):
-            end = f"rank{rank}"  # the other one appears in the rank's namespace
+            end = f"rank{rank}"  # the other end appears in the rank's namespace
             pair = f"{end} {size} type veth peer name {_INTERFACE} {size}"
             self._run(
                 self._bridge,
@@ -282,10 +282,10 @@ class Lab:
         return f"{add} {vary} limit {max(1000, round(most))}"
 
     def _open_devices(self) -> None:
-        """Give every rank a device served by the forwarder."""
+        """Give every rank a device that the forwarder serves."""
         devices = [namespace.run(lambda: open_device(_INTERFACE)) for namespace in self._ranks]
         self.forwarder = Forwarder(devices, self.links, "10.77.0.0", self.queue_seconds)
-        # one hardware address for all, so ranks need no ARP
+        # one hardware address for all, so that ranks need no ARP
         own = f"address 02:00:00:00:00:01 arp off txqueuelen {_DEVICE_PACKETS}"
         size = f"gso_max_size {self.segment_bytes}"
         for namespace in self._ranks:
@@ -302,10 +302,10 @@ class Lab:
         settings = Path("/proc/sys/net/ipv4")
         most = self.send_buffer_bytes
         (settings / "tcp_wmem").write_text(f"4096 {min(most, 16_384)} {most}")
-        if self._rtt:  # the kernel charges more bytes for small packets than they carry
+        if self._rtt:  # for small packets, the kernel charges more bytes than they carry
             (settings / "tcp_rmem").write_text(f"4096 131072 {max(6_291_456, 2 * most)}")
         # Every namespace may use Reno, whatever the host prefers, and Reno fills a link without loss.
-        # Measurements should show the rate, not a congestion control.
+        # Measurements should show the rate, not a congestion control algorithm.
         (settings / "tcp_congestion_control").write_text("reno")
 
 
@@ -315,7 +315,7 @@ class Lab:
 @final
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in the lab, for the process that becomes the rank; can be pickled."""
+    """A rank's place in the lab, for the process that becomes the rank; it can be pickled."""
 
     namespace: str  # path of the namespace
     address: str  # address of the rank's end of its link
@@ -325,13 +325,13 @@ class Seat:
         """The environment variables of a process inside: its address, and its transports' interface."""
         return {
             **dict.fromkeys(_INTERFACE_VARIABLES, _INTERFACE),
-            # the ranks share a machine, so NCCL would find ways that bypass the links
+            # the ranks share a machine, so NCCL would find paths that bypass the links
             **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1"),
             _ADDRESS: self.address,
         }
 
     def enter(self) -> None:
-        """Move the calling thread into the namespace, and gloo to its interface."""
+        """Move the calling thread into the namespace, and make gloo use the interface there."""
         _enter(self.namespace)
         os.environ.update(self.variables)
 
@@ -358,7 +358,7 @@ def local_address() -> str | None:
 
 
 def local_traffic() -> LinkTraffic | None:
-    """Return the bytes on this rank's link so far, as the kernel counts, or None outside of a lab."""
+    """Return the bytes on this rank's link so far, counted by the kernel, or None outside of a lab."""
     return _counters()[_INTERFACE] if _ADDRESS in os.environ else None
 
 
@@ -375,7 +375,7 @@ def _counters() -> dict[str, LinkTraffic]:
 class _Namespace:
     """A network namespace that exists as long as this object or a process inside it.
 
-    ``path`` opens it from any process of the same user, as long as this process lives.
+    ``path`` opens it from any process of the same user, as long as the creating process lives.
     """
 
     def __init__(self) -> None:
@@ -438,7 +438,7 @@ def _call(name: str, *args: int) -> None:
 
 
 def _in_thread(function: Callable[[], T]) -> T:
-    """Call a function on a new thread, so the caller stays in its namespace."""
+    """Call a function on a new thread, so that the caller stays in its namespace."""
     with ThreadPoolExecutor(1, "sparsync-lab") as thread:
         return thread.submit(function).result()
 
@@ -476,9 +476,9 @@ def _require_linux() -> None:
 def ensure_privileges() -> None:
     """Return if this process may make a lab; otherwise restart it inside a user namespace.
 
-    Root may make a lab.  Any other user becomes root of a new user namespace, if the kernel allows
-    it.  Only a process without threads can enter one, so ``unshare`` executes the same command line
-    again, in the same process and with the same open files.  Call this function before any other.
+    Root may make a lab.  Any other user becomes root of a new user namespace, if the kernel allows it.
+    Only a process without threads can enter one.  So ``unshare`` executes the same command line again, in
+    the same process and with the same open files.  Call this function before any other.
 
     Raises:
         ConfigurationError: the kernel allows neither, or iproute2 is missing.

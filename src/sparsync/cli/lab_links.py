@@ -1,4 +1,4 @@
-"""Links of the lab, and their description as text."""
+"""Links of the lab, and how they are described as text."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Link:
 
     @property
     def is_far(self) -> bool:
-        """Whether the link has more than a rate."""
+        """Whether the link has a delay or a loss, and not only a rate."""
         return self.rtt > 0 or self.loss > 0
 
 
 def parse_rate(text: str) -> int:
     """Parse the rate of a link: a number and kbit, mbit or gbit (powers of ten, per second).
 
-    Below 100 kbit/s the bucket of ``tbf`` would hide seconds of wire time; above 100 Gbit/s no single
+    Below 100 kbit/s, the bucket of ``tbf`` would hide seconds of wire time; above 100 Gbit/s, no single
     machine keeps up.
 
     Example:
@@ -89,8 +89,8 @@ def parse_links(text: str, ranks: int) -> tuple[Link, ...]:
     """Parse the links of all ranks.
 
     Args:
-        text: ``RATE[,RTT[,LOSS[,JITTER]]]`` for all ranks, where RATE may be UP:DOWN.  Single ranks
-            may follow, each as a semicolon, ``RANK=`` and the same form; values omitted there are
+        text: ``RATE[,RTT[,LOSS[,JITTER]]]`` for all ranks, where RATE may be UP:DOWN.  Links of single
+            ranks may follow, each as a semicolon, ``RANK=`` and the same form; values omitted there are
             the common ones.
         ranks: number of ranks P.
 

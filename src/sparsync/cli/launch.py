@@ -1,8 +1,8 @@
 """Run one function on P local processes, or inside the ranks that a launcher started.
 
-Local processes are forked from a server that has already imported torch, which would take each rank
-seconds.  Alternatively, ``mpiexec`` starts them as ``python -m sparsync.cli.launch SOCKET``.  All
-messages but the measured ones go over gloo.  Forked ranks may be placed in a ``Lab``, and then all
+Local processes are forked from a server that has already imported torch, because the import would take
+each rank seconds.  Alternatively, ``mpiexec`` starts them as ``python -m sparsync.cli.launch SOCKET``.
+All messages except the measured ones go over gloo.  Forked ranks may be placed in a ``Lab``; then all
 messages cross its shaped links.
 """
 
@@ -59,14 +59,14 @@ T = TypeVar("T")
 
 _HOST = "127.0.0.1"
 _NANOSECONDS = 1e9
-_RANK_BYTES = 64 << 20  # minimal memory of a forked rank
+_RANK_BYTES = 64 << 20  # minimum memory of a forked rank
 _AHEAD = (
     0.05  # seconds from the last arrival to a start: 15 times as long as gloo takes for 8 ranks
 )
 
 
 class RankError(CommunicationError):
-    """One or more local ranks failed; the message lists the errors of all of them."""
+    """One or more local ranks failed; the message lists all of their errors."""
 
 
 def launched_ranks(default: int) -> int:
@@ -76,7 +76,7 @@ def launched_ranks(default: int) -> int:
 
 
 def leads() -> bool:
-    """Return whether this process reports for all ranks: rank 0 of a launcher, or the only process."""
+    """Return whether this process reports for all ranks: as a launcher's rank 0, or as the only one."""
     here = detect()
     return here is None or here.rank == 0
 
@@ -105,18 +105,18 @@ def launch(
 
     Args:
         function: a function that can be imported from its module.
-        world_size: number of local processes; under a launcher it must match the launcher's.
+        world_size: number of local processes; under a launcher, it must match the launcher's.
         args: picklable arguments.
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves after one has failed.
-        lab: an open lab of ``world_size`` ranks to place them in; with None they use loopback.
+        lab: an open lab of ``world_size`` ranks to place them in; with None, they use loopback.
         mpi: let ``mpiexec`` start the ranks, so that MPI connects them as well.
 
     Returns:
         The result of rank 0; None on the other ranks of a launcher.
 
     Raises:
-        RankError: a rank failed or died; the message names every rank's error, and no rank is left
+        RankError: a rank failed or died; the message has every rank's error, and no rank is left
             running.
     """
     require(world_size >= 1, f"ranks is {world_size}; give at least 1")
@@ -173,11 +173,11 @@ Pipes = tuple[Mapping[int, Connection], Callable[[int], str]]
 
 @contextmanager
 def _forked(world_size: int, call: tuple[Any, ...], lab: Lab | None) -> Iterator[Pipes]:
-    # the parent serves the store on a port chosen by the system, so jobs do not race for ports and none
-    # is blocked after a crash
+    # the parent serves the store on a port chosen by the system, so that jobs do not race for ports and
+    # no port is blocked after a crash
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    # sparsync imports torch; making an optimizer imports torch._dynamo, which takes 3 s per rank
+    # sparsync imports torch; making an optimizer imports torch._dynamo, which takes each rank 3 s
     context.set_forkserver_preload(["sparsync", "torch._dynamo"])
     processes, pipes = [], {}
     for rank in range(world_size):
@@ -215,9 +215,9 @@ def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iter
         server.bind(path)
         server.listen(world_size)
         server.settimeout(0.1)
-        # Each rank has one thread.  The environment is Python's copy, because an MPI library
-        # initialised in this process may have added variables, in C, that would confuse the ranks'
-        # MPI.
+        # Each rank has one thread.  Pass Python's copy of the environment, because an MPI library
+        # initialised in this process may have added variables, in C, that would confuse the MPI of the
+        # ranks.
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         child = [sys.executable, "-m", "sparsync.cli.launch", path]
         process = subprocess.Popen([*command, *child], env=environ)
@@ -252,7 +252,7 @@ def _collect(
     how_it_died: Callable[[int], str],
     grace: float,
 ) -> Any:
-    """Return the result of rank 0; after the first failure, wait for at most ``grace`` more seconds."""
+    """Return the result of rank 0; after the first failure, wait at most ``grace`` more seconds."""
     results: dict[int, Any] = {}
     failures = {rank: how_it_died(rank) for rank in range(world_size) if rank not in pipes}
     deadline: float | None = None
@@ -283,7 +283,7 @@ def _collect(
 def mpiexec_command(ranks: int) -> list[str]:
     """Return the command that starts this many local processes, even on fewer cores.
 
-    The ``mpiexec`` next to this Python is preferred: it belongs to the environment's own MPI library.
+    The ``mpiexec`` next to this Python takes precedence: it belongs to the environment's MPI library.
     """
     own = Path(sys.executable).parent / "mpiexec"
     found = str(own) if own.exists() else shutil.which("mpiexec")
@@ -311,7 +311,7 @@ def _be_forked(
     args: tuple[Any, ...],
     timeout: float,
 ) -> None:
-    """Run a forked rank; a rank that fails exits immediately, so the others notice."""
+    """Run a forked rank; a rank that fails exits immediately, so that the others notice."""
 
     def end_with_parent() -> None:
         parent = multiprocessing.parent_process()
@@ -321,12 +321,12 @@ def _be_forked(
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     rank, world_size, port, seat, environ = place
-    os.environ.update(environ)  # the fork server's environment dates from its start
+    os.environ.update(environ)  # the fork server's environment dates from its own start
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
 
     def run() -> Any:
         at_most = timedelta(seconds=timeout)
-        # connect before entering the lab, so the store's traffic stays outside and is not counted
+        # connect before entering the lab, so that the store's traffic stays outside and is not counted
         try:
             store = TCPStore(_HOST, port, is_master=False, timeout=at_most)
             if seat is not None:
@@ -350,7 +350,7 @@ def _be_forked(
 def _be_started_by_mpiexec(path: str) -> None:
     """Run a rank that mpiexec started.
 
-    A rank that fails waits for the parent.  If it exited, mpiexec would end all others before they could
+    A rank that fails waits for the parent: if it exited, mpiexec would end all others before they could
     report their errors.
     """
     here = detect()
@@ -368,12 +368,12 @@ def _be_started_by_mpiexec(path: str) -> None:
         return _in_launched_group(function, args, timeout)
 
     if not _report(pipe, run):
-        pipe.poll(None)  # until the parent has all reports
+        pipe.poll(None)  # wait until the parent has all reports
         os._exit(1)
 
 
 def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
-    """Call ``run``; send its result or error, and whether it succeeded; return the latter."""
+    """Call ``run``; send its result or error, and whether it succeeded; return whether it did."""
     try:
         pipe.send((True, run()))
     except KeyboardInterrupt:
@@ -402,7 +402,7 @@ def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
     """Return every rank's value, in rank order; every rank of the default group calls it.
 
     ``torch.distributed.all_gather_object`` would unpickle anything that arrives.  This function uses
-    torch's weights-only reader, which accepts plain values, tensors and objects of ``classes`` only.
+    torch's weights-only reader, which accepts only plain values, tensors and objects of ``classes``.
     """
     raw = torch.frombuffer(packed(mine), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
@@ -421,7 +421,7 @@ class StartLine:
     """Starts all ranks of one machine at an agreed time of their common clock.
 
     With more ranks than cores, a barrier would release the ranks milliseconds apart, which would look
-    like communication time.  Between several machines a barrier is used nevertheless.  ``group``
+    like communication time.  Between several machines, a barrier is used nevertheless.  ``group``
     contains all ranks, and is not the group that is measured.
     """
 
@@ -429,7 +429,7 @@ class StartLine:
         self.group, self.one_machine = group, len(set(gather(machine()))) == 1
 
     def wait(self) -> float:
-        """Wait for the start; return its ``time.perf_counter`` time, later if agreeing took longer."""
+        """Wait for the agreed start; return the ``time.perf_counter`` time of the actual start."""
         if not self.one_machine:
             dist.barrier(group=self.group)
             return time.perf_counter()

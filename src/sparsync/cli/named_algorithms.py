@@ -1,14 +1,14 @@
 """Algorithms on the command line: ``NAME`` or ``NAME:OPTION=VALUE,...``, separated by commas.
 
 A comma-separated piece of the form ``OPTION=VALUE`` belongs to the algorithm before it, whose name ends
-with a colon; any other piece starts the next algorithm::
+with a colon.  Any other piece starts the next algorithm::
 
     oktopk                                             one algorithm
     dense,wagma:group_size=4,dynamic=false,local       three: wagma has two options
     auto:candidates=dense+budgeted                     + separates names in a value
 
-Names may be spelt in any way, and may be the papers' names (``sparsync.tables.ALIASES``).  Values
-have the types of the Python arguments: none, true, false, numbers, words, names of codecs.
+Names may be spelt in any way, and may be the papers' names (``sparsync.tables.ALIASES``).  Values have
+the types of the Python arguments: none, true, false, numbers, words, names of codecs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONS_HELP: Final = (
     "NAME:OPTION=VALUE,OPTION=VALUE; an unknown option lists all."
 )
 
-# a description of the values, and a function that reads one or raises ValueError
+# a description of the values, and a function that reads a value or raises ValueError
 _Reader = tuple[str, Callable[[str], Any]]
 
 
@@ -64,7 +64,7 @@ def labels(text: str, *tables: Table[Any], **limits: Any) -> tuple[str, ...]:
         limits: as for ``named``.
 
     Raises:
-        ConfigurationError: as for ``named``; a piece that is neither a name nor an option.
+        ConfigurationError: as for ``named``; or a piece is neither a name nor an option.
 
     Example:
         >>> labels("Dense, Ok-Topk:threshold_period=128,cap=none, TopkA", PRESETS)
@@ -96,11 +96,11 @@ def named(
 
     Args:
         text: its name, optionally followed by a colon and comma-separated options.
-        tables: of presets, of schemes, or both.
+        tables: tables of presets, of schemes, or both.
         plain: additional names, without options.
         among: the rows of the tables that are allowed; None for all.
         decided: options that the command sets itself and that cannot be given.
-        kind: the messages' word for the algorithm.
+        kind: the word for the algorithm in messages.
 
     Raises:
         ConfigurationError: a name or option is unknown (the message lists the nearest, and all), or
@@ -200,7 +200,7 @@ def _described(parameters: Mapping[str, Parameter], option: str) -> str:
 
 
 def _readers(kind: Any) -> list[_Reader]:
-    """Return a reader per form of value, in the order in which to try them: words last."""
+    """Return a reader per form of value, in the order in which to try them; words come last."""
     if isinstance(kind, str) or kind in (
         Any,
         Parameter.empty,
@@ -244,7 +244,7 @@ def _word(word: str, value: Any) -> _Reader:
 
 
 def _fits(codec: Codec[Any], kind: Any) -> bool:
-    """Return whether a codec has a class and kind of vectors, such as ``Codec[SparseVector]``."""
+    """Return whether a codec has a class and its kind of vectors, such as ``Codec[SparseVector]``."""
     generic = [base for cls in type(codec).__mro__ for base in getattr(cls, "__orig_bases__", ())]
     of_its_vectors = not get_args(kind) or get_args(kind) in map(get_args, generic)
     return isinstance(codec, get_origin(kind) or kind) and of_its_vectors

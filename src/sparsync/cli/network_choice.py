@@ -123,11 +123,11 @@ def transport_of(comm: Communicator) -> str:
 class Connection:
     """How a command's ranks are connected; checks the options that determine it."""
 
-    transport: str | None = "auto"  # None: "sim", in the lab "auto"
+    transport: str | None = "auto"  # None: "sim", or "auto" in the lab
     timeout: float = 300.0
     curve_keys: Path | None = None
     lab: str | None = None  # its links, as read by ``parse_links``
-    simulates: bool = False  # the command can run on virtual ranks
+    simulates: bool = False  # whether the command can run on virtual ranks
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)
@@ -209,11 +209,10 @@ class Connection:
 
     @contextmanager
     def open(self, algorithm: str) -> Iterator[Communicator]:
-        """Connect this process's rank; every rank calls it.
+        """Connect this process's rank; every rank calls this.
 
-        "dense" uses gloo's native allreduce, whatever transport the other rows use.  Over MPI, it
-        uses MPI's allreduce, because ranks of MPI on one machine share memory, unlike ranks of
-        gloo.
+        "dense" uses gloo's native allreduce, whatever transport the other rows use.  Over MPI it uses
+        MPI's own, because MPI ranks on one machine share memory, unlike gloo's.
         """
         native = algorithm == _NATIVE and self.transport != "mpi"
         comm = connect_group(

@@ -1,4 +1,4 @@
-"""Reports of the commands: tables that fit the terminal, JSON, number formats, progress."""
+"""The output of the commands: tables that fit the terminal, JSON, number formats, progress."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ __all__ = [
 class Columns:
     """A table whose heads wrap only at spaces.
 
-    A table that is wider than the terminal is split into several tables, one below the other, each
-    with the first column.
+    If it is wider than the terminal, it is split into several tables, one below the other, each with
+    the first column.
 
     Args:
         heads: heads of the columns; the first column is left-aligned, the others are right-aligned.
@@ -64,7 +64,7 @@ class Columns:
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Columns:
-        """Make a table from rows of cells by head; columns that contain only "-" are left out."""
+        """Make a table from rows of cells by head; leave out columns that contain only "-"."""
         heads = [head for head in rows[0] if any(row[head] != "-" for row in rows)]
         return Columns(heads, [[row[head] for head in heads] for row in rows], title)
 
@@ -137,7 +137,7 @@ def format_ms(seconds: float | None) -> str:
 
 
 def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
-    """Before any work begins, refuse files that cannot be written or drawn; make their folders.
+    """Refuse files that cannot be written or drawn, before any work begins; make their folders.
 
     Raises:
         ConfigurationError: a file cannot be written, or a picture cannot be drawn.
@@ -161,7 +161,7 @@ def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
 
 
 def _try_to_write(path: Path) -> None:
-    """Open a file for writing, and leave it as it was."""
+    """Check that a file can be opened for writing, and leave it as it was."""
     existed = path.exists()
     # opening a pipe without a reader would block
     file = os.open(
@@ -169,7 +169,7 @@ def _try_to_write(path: Path) -> None:
     )
     try:
         if stat.S_ISCHR(os.fstat(file).st_mode):
-            os.write(file, b"\n")  # a device only reports errors on writing
+            os.write(file, b"\n")  # a device reports errors only on writing
     finally:
         os.close(file)
         if not existed:
@@ -248,8 +248,8 @@ def progress(
 
     Args:
         shown: whether this process reports for all ranks.
-        keep: leave the bars on the terminal at the end; if standard error is not a terminal, print one
-            line per row.  Without it, nothing is printed in that case.
+        keep: whether the bars stay on the terminal at the end.  If standard error is not a terminal,
+            print one line per row with ``keep``, and nothing without it.
     """
     console = Console(stderr=True)
     bar = Progress(

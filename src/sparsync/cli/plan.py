@@ -54,10 +54,10 @@ __all__ = [
     "read_machine",
 ]
 
-# a plan runs nothing, so its bounds exceed any machine; a single rank and an empty model get an
-# answer as well
+# a plan runs nothing, so its bounds exceed any machine; a single rank and an empty model get an answer
+# as well
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
-# these options describe a machine; plans of other packages use them as well
+# these options describe a machine; plans in other packages use them as well
 Network = Annotated[str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")]
 RoundTrip = Annotated[
     str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
@@ -106,7 +106,7 @@ def command(
         option("Write the plan as JSON to this file; -: to standard output, without the table."),
     ] = None,
 ) -> None:
-    """Predict which collective is fastest, and the bandwidth and density from which on dense is.
+    """Predict which collective is fastest, and above which bandwidth and density dense is.
 
     Times are those of the busiest rank for one step: selection and exchange.  With --optimizer, the
     memory of a rank is predicted as well; without a network, only that.  No training is run.
@@ -186,7 +186,7 @@ def _in_table_1(text: str | None) -> list[str]:
 def as_json(made: Plan) -> dict[str, Any]:
     """Return a plan as plain numbers and words.
 
-    A break-even of 0 means that dense wins everywhere, null that it wins nowhere.
+    A break-even of 0 means that dense wins everywhere; null means that it wins nowhere.
 
     Example:
         >>> made = as_json(plan(1_000_000, 4, Machine(), candidates()))
@@ -213,7 +213,7 @@ def read_machine(file: Path) -> Machine:
 
 
 def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machine:
-    """Return the measured machine, with the network and the round trip that were named.
+    """Return the measured machine, but with the given network and round trip, if any.
 
     Raises:
         ConfigurationError: neither file nor network was given, or one of them is invalid.
@@ -229,8 +229,7 @@ def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machi
         machine = replace(machine, alpha=links.alpha, beta=links.beta, distance=0.0)
     if rtt is None:
         return machine
-    # a message's latency is work at both ends plus half a round trip, and only the latter is
-    # replaced
+    # a message's latency is work at both ends plus half a round trip; replace only the round trip
     way, alone = parse_seconds(rtt, "--rtt") / 2, machine.alpha - machine.distance
     return replace(machine, alpha=alone + way, distance=way)
 
@@ -307,7 +306,7 @@ def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
 
 
 def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
-    """Show the memory of a rank: that of training itself, then the addition of each way to attach."""
+    """Show the memory of a rank: of training itself, then the addition of each way to attach."""
     rows = [
         {
             "memory of a rank": f"+ {use.name}" if at else use.name,

@@ -1,4 +1,4 @@
-"""Table 1 of Ok-Topk as a plan that counts only alpha per message and beta per word."""
+"""Table 1 of Ok-Topk as a plan: it counts only alpha per message and beta per word."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PublishedRow:
 def published_rows(
     size: int, k: int, ranks: Sequence[int], machine: Machine, names: Sequence[str]
 ) -> list[PublishedRow]:
-    """Return rows of Table 1 for every world size, with the times of these links.
+    """Return the rows of Table 1 for every world size, with the times on the machine's links.
 
     Example:
         >>> links = Machine(alpha=1e-6, beta=2.5e-10)

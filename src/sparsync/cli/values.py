@@ -1,8 +1,7 @@
 """Checks of the commands' values before anything starts: bounds of numbers, files, memory.
 
-A type in this module is an annotation with a rule.  ``checked`` applies the rules of a command's
-parameters.  ``check_fields`` applies those of a settings class, which can also be made without a
-command
+A type in this module is an annotation with a rule.  ``checked`` applies the rules to a command's
+parameters.  ``check_fields`` applies them to a settings class, which can also be used without a command
 line.
 """
 
@@ -77,7 +76,7 @@ def check(name: str, value: object, good: bool, expected: str) -> None:
 
 @runtime_checkable
 class Rule(Protocol):
-    """A requirement on a value in addition to its type, as part of an annotation."""
+    """A requirement on a value in addition to its type, given in an annotation."""
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
         """Raise a ``ConfigurationError`` if ``value``, never None, does not fit the other values."""
@@ -89,7 +88,7 @@ class Bounds:
     """A number from ``least`` to ``most``.
 
     Args:
-        least: the smallest number; with ``above``, this number itself is too small.
+        least: the smallest number; with ``above``, even this number is too small.
         most: the largest number; a larger one is a mistake, or more than any machine can handle.
 
     Example:
@@ -104,7 +103,7 @@ class Bounds:
     above: bool = False
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
-        """Refuse a number outside of the bounds, and NaN."""
+        """Refuse a number outside the bounds, and NaN."""
         check(name, value, not value > self.most, f"at most {self._shown(self.most)}")
         # NaN passes the first comparison and fails this one
         fits = value > self.least if self.above else value >= self.least
@@ -119,7 +118,7 @@ class Bounds:
 @final
 @dataclass(frozen=True)
 class Only:
-    """An option that only makes sense together with one of the named options."""
+    """An option that makes sense only together with one of the named options."""
 
     others: tuple[str, ...]
     default: Any = None
@@ -160,7 +159,7 @@ class Readable:
 Ranks = Annotated[int, Bounds(1, 4096)]
 Steps = Annotated[int, Bounds(1, 10**9)]
 Warmup = Annotated[int, Bounds(0, 10**9)]
-Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # as for NumPy's generators, which allow the least
+Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # the range of NumPy's generators, the smallest one
 Size = Annotated[int, Bounds(1, 10**6)]  # lengths of a batch, a layer or a window
 Elements = Annotated[int, Bounds(1, 10**12)]  # elements of a model
 Bytes = Annotated[float, Bounds(0, 10**18)]
@@ -193,7 +192,7 @@ def _apply(hints: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def check_fields(settings: Any) -> None:
-    """Refuse a dataclass if a field breaks the rules of its annotation.
+    """Refuse a dataclass instance in which a field breaks the rules of its annotation.
 
     Raises:
         ConfigurationError: a value breaks a rule; the message names the field.
@@ -203,7 +202,7 @@ def check_fields(settings: Any) -> None:
 
 
 def checked(command: Callable[..., T]) -> Callable[..., T]:
-    """Return a command that applies the rules of its parameters before it is called."""
+    """Return a command that applies the rules of its parameters before it runs."""
     hints = get_type_hints(command, include_extras=True)
 
     @functools.wraps(command)
@@ -228,7 +227,7 @@ def checked(command: Callable[..., T]) -> Callable[..., T]:
 
 
 def make_folder(path: Path, option: str, mode: int = 0o777) -> None:
-    """Make a folder for files to be written, unless it exists.
+    """Make a folder for files that will be written, unless it exists.
 
     Raises:
         ConfigurationError: a file is there, or the system does not allow it.
@@ -274,7 +273,7 @@ def check_memory(what: str, nbytes: float, advice: str) -> None:
 
     Args:
         what: the things that need the memory, in the plural, for the message.
-        nbytes: minimal number of bytes, over all local ranks.
+        nbytes: minimum number of bytes, over all local ranks.
         advice: the options that reduce it.
     """
     try:

@@ -1,4 +1,4 @@
-"""Collectives, which sum selected entries over the ranks; there is one per file."""
+"""Collectives: algorithms that sum selected entries over the ranks, one per file."""
 
 from sparsync.collectives.allgather import Allgather
 from sparsync.collectives.budgeted import Budgeted

@@ -27,20 +27,20 @@ __all__ = ["Allgather"]
 
 @final
 class Allgather(Collective):
-    """Sums vectors by an allgather and a local merge in rank order (TopkA).
+    """Sums vectors with an allgather and a local merge in rank order (TopkA).
 
-    The allgather uses recursive doubling if P is a power of two, otherwise dissemination.  Counts are in
-    the message headers; nothing is announced beforehand.
+    The allgather uses recursive doubling if P is a power of two, otherwise dissemination.  Message
+    headers carry the counts.
 
     Args:
         codec: wire format of the entries (default: coo).
-        cap: at most ``cap * k`` entries per rank are taken; None for any number.
-        keep_error: the sender keeps the codec's rounding error; if False, the error is lost, as
-            published by RedSync.
+        cap: a rank sends at most ``cap * k`` entries; None for no limit.
+        keep_error: the sender keeps the codec's rounding error; if False, the error is lost, as in
+            RedSync.
 
     Cost: ceil(log2 P) messages; 2 k (P - 1) words received, as many sent.   State: none.
-    Differs from the paper: at most ``cap * k`` entries per rank are taken (``cap=None``: any number, at
-    the price of an extra round that announces the lengths).
+    Differs from the paper: a rank sends at most ``cap * k`` entries (``cap=None``: no limit, but an extra
+    round announces the lengths).
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -80,11 +80,11 @@ class Allgather(Collective):
         return sent + Cost(0, 0, encoded=job.k, decoded=decoded, turns=sent.messages)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the cost of k entries if the cap is 1, which makes it a bound; otherwise None."""
+        """Return the words of ``cost`` if they are a bound (cap 1, exact codec), otherwise None."""
         return self.cost(job).words if self.cap == 1 and self.codec.exact else None
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Collect, then merge."""
+        """Gather the entries of all ranks, then merge them in rank order."""
         codec, size, dtype = self.codec, selected.size, selected.values.dtype
         mine = capped(selected, k, self.cap)
         with comm.stage("pack"):
@@ -101,13 +101,13 @@ class Allgather(Collective):
         messages = await comm.allgatherv(encoded.payload, capacities, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(m.numel() for m in messages))
-            # the own share is taken as the others decode it, at its place in rank order, so that
-            # all ranks fold the same numbers and get the same bits
+            # Use this rank's share as the others decode it, at its place in rank order.  All ranks then
+            # fold the same numbers and get the same bits.
             shares = [
                 encoded.decoded if rank == comm.rank else m for rank, m in enumerate(messages)
             ]
             total = sum_messages(codec, shares, mine)
         if self.keep_error or codec.is_exact(dtype):
             return Reduced(total, encoded.decoded)
-        # counting all of ``mine`` as delivered leaves no rounding error in any residual
+        # count all of ``mine`` as delivered, so that no residual keeps the rounding error
         return Reduced(total, mine, less(mine, [encoded.decoded]))

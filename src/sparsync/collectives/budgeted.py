@@ -26,8 +26,8 @@ _DEVIATIONS = 4  # margin for an owner's share of the k largest, which is binomi
 class Budgeted(Collective):
     """The k largest entries of the sum, with less volume than Theorem 3.1's lower bound for COO.
 
-    A hash deals elements to their owners (``kernels.deal``), so every support loads all ranks evenly.  No
-    regions are cut, balanced or announced, and message sizes are bounded in advance.
+    A hash deals elements to owners (``kernels.deal``), so any support loads all ranks evenly.  There are
+    no regions to cut, balance or announce, and message sizes are bounded in advance.
 
     1. Every rank sends each owner its entries, packed; the owner sums them in rank order.
     2. Every owner sends its largest sums to all ranks: k / P plus four standard deviations, because after
@@ -37,8 +37,8 @@ class Budgeted(Collective):
 
     The collective makes two promises.  On any step and any input, no rank sends or receives more than
     ``budget * k (P - 1) / P`` words (for k / P >= 256).  The total has min(k, nnz) entries, and fewer
-    only if the budget binds.  The smallest entries, if they do not fit a message, stay in the sender's
-    residual.  A rounding error stays in the residual of the rank that rounded.
+    only if the budget binds.  If a message cannot hold all entries, the smallest ones stay in the
+    sender's residual.  Rounding errors stay in the residual of the rank that rounds.
 
     Args:
         codec: wire format (default: packed, bf16).
@@ -46,7 +46,7 @@ class Budgeted(Collective):
             bound for COO is 2; bf16 values use about 1.6 at 1 %.
 
     Cost: 2 (P - 1) messages in 2 rounds; about 2 * 3.1 bytes * k (P - 1) / P at 1 %.   State: none.
-    Differs from the paper: there is none; the two exchanges are Ok-Topk's, with hashed regions
+    Differs from the paper: there is none; the two exchanges are Ok-Topk's, but with hashed regions
     (compare Zen), bounded messages and no threshold.
 
     Example:
@@ -97,9 +97,9 @@ class Budgeted(Collective):
         return self.budget * job.k * job.share
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Send to owners, sum, send to all, keep the k largest."""
-        # Whatever the selector found, at most k entries are kept.  The capacities below then depend
-        # on k alone, so all ranks know them without announcing any.
+        """Send entries to owners, sum them there, send the sums to all ranks, keep the k largest."""
+        # Keep at most k entries, whatever the selector found.  The capacities below then depend only
+        # on k, so all ranks know them without an announcement.
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
@@ -117,7 +117,7 @@ class Budgeted(Collective):
             encoded = codec.encode(share).payload
         capacities = [codec.nbytes(to_all, share.size, dtype)] * ranks
         messages = await comm.alltoallv([encoded] * ranks, capacities, "allgather", framing)
-        # the own sums are used as all others decode them, or totals would differ by the rounding
+        # use this rank's own sums as the others decode them, or totals would differ by the rounding
         messages[comm.rank] = encoded
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
@@ -127,10 +127,10 @@ class Budgeted(Collective):
             return Reduced(*decode_undealt(codec, messages, k, comm.rank, share, sent))
 
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return how many entries, and how many of its owned sums, a rank may send to another rank.
+        """Return the most entries and the most owned sums that a rank may send to another rank.
 
-        Each exchange has half of the budget.  With few entries per rank there is no budget, only a limit
-        that is hardly ever reached by chance.
+        Each exchange gets half of the budget.  With few entries per rank there is no budget, only a
+        limit that random variation hardly ever reaches.
         """
         # dealing assigns ceil(n / P) places to every owner
         width, mean = -(-size // world_size), k / world_size

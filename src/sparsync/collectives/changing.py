@@ -27,12 +27,12 @@ class ChangingState:
 class Changing(Collective):
     """Sums whole vectors except for the layers that have been 0 on every rank so far.
 
-    A layer is a buffer, or a parameter that is exchanged whole.  For a layer that has not changed so far,
-    a rank only sends a flag, together with the layers that have changed.  The flag says whether the layer
-    has changed on this rank.  All ranks see the sum of the flags, so they agree on the layers that a
-    second round of the same exchange must deliver.  Those layers are always sent from then on.  A buffer
-    that starts to change on a single rank, after any number of exchanges, is thus delivered as if it had
-    always been sent, and no round is spent on asking.
+    A layer is a buffer, or a parameter that is exchanged whole.  A rank sends the layers that have
+    changed so far.  For every other layer, it sends only a flag: whether the layer has changed on this
+    rank.  All ranks see the sum of the flags, so they agree on the layers that a second round must
+    deliver.  From then on, those layers are always sent.  A buffer that starts to change on a single
+    rank, after any number of exchanges, is thus delivered as if it had always been sent, and no round
+    is spent on asking.
 
     Cost: as ``Dense`` for the layers that change, and 4 or 8 bytes for each of the others; one more
     allreduce in the first exchange, and whenever a layer starts to change.
@@ -67,16 +67,16 @@ class Changing(Collective):
         still = [i for i in numbers if i not in moved]
         if not still:
             return Reduced(DenseVector(await comm.allreduce(own, "dense")), selected)
-        # the memory is fresh, because this rank's vector must survive: with ``elastic=`` the step
-        # may be retried
+        # use fresh memory: this rank's vector must survive, because with ``elastic=`` the step may be
+        # retried
         total = torch.zeros_like(own)
         parts, sums = (torch.split(flat, self._sizes) for flat in (own, total))
-        # Flags are summed rather than values, because changes on two ranks could cancel.  NaN
-        # counts as a change, because it must reach all ranks so that they refuse the step.
+        # Sum flags rather than values, because changes on two ranks could cancel.  NaN counts as a
+        # change, because it must reach all ranks so that they refuse the step.
         flags = torch.stack([parts[i].any() for i in still]).to(own.dtype)
         moving = [i for i in numbers if i in moved]
         changed, *values = await _sum(comm, [flags, *(parts[i] for i in moving)])
-        # the sum of flags is equal on all ranks, so either all of them start the second allreduce or none
+        # all ranks see the same sum of flags, so either all of them start a second allreduce or none
         begun = [i for i, flag in zip(still, changed.tolist(), strict=True) if flag]
         if begun:
             values += await _sum(comm, [parts[i] for i in begun])

@@ -1,4 +1,4 @@
-"""The seam of the collectives: how selected entries are summed over ranks."""
+"""The interface of the collectives, which sum selected entries over ranks."""
 
 from __future__ import annotations
 
@@ -69,26 +69,26 @@ class Collective(Stateful):
         return self.result == "whole"
 
     def explain(self) -> str | None:
-        """Return which of several methods is in use, and the reason; None if there is only one method."""
+        """Return the method in use and why it was chosen, or None if there is only one method."""
         return None
 
     def expect(self, entries: int, total: int | None) -> None:
-        """Receive sizes that are known before a call; by default, they are ignored.
+        """Take note of sizes that are known before a call; the default ignores them.
 
         Args:
-            entries: the maximal number of entries of any rank; equal on all ranks, like ``total``.
-            total: entries of the last total of the same kind of call; None for the first call.
+            entries: the largest number of entries on any rank; equal on all ranks, like ``total``.
+            total: number of entries of the previous total of this kind of call; None for the first.
         """
 
     def for_layers(self, sizes: Sequence[int]) -> Collective:
-        """Return the collective for a unit of layers of these sizes: this one, unless layers matter."""
+        """Return the collective for a unit with layers of these sizes: ``self``, unless layers matter."""
         return self
 
     def cost(self, job: Job) -> Cost | None:
         """Return the busiest rank's cost of a step, averaged over steps, or None if it is unknown.
 
-        The docstring of an implementation gives the equation and its source.  Selection is not included,
-        because the planner adds it.
+        The docstring of an implementation gives the equation and its source.  The cost excludes
+        selection, which the planner adds.
         """
         return None
 
@@ -114,10 +114,10 @@ class Collective(Stateful):
 
 
 def most_entries(k: int, cap: float | None, size: int) -> int:
-    """Return how many of ``size`` entries may be taken: ``cap * k``, but at least 1 unless k is 0."""
+    """Return how many of ``size`` entries may be sent: ``cap * k``, but at least 1 unless k is 0."""
     if cap is None:
         return size
-    # it is at least 1, because with a small k and a cap below 1 no entry would ever be delivered
+    # with a small k and a cap below 1, the product rounds to 0, and no entry would ever be delivered
     return min(size, max(math.floor(cap * k), 1)) if k else 0
 
 
@@ -133,7 +133,7 @@ def check_cap(cap: float | None, where: str) -> None:
     require(fits, f"{where}: cap is {cap}; give a factor > 0 of k, or None")
 
 
-# ---- the rank that drops or rounds keeps the difference ---------------------------------------------
+# ---- the rank that drops or rounds an entry keeps the difference ------------------------------------
 #
 # The law is accumulated = delivered + residual.  A rank that drops or rounds away part of a sum subtracts
 # that part from its own ``delivered``, no matter which rank selected it.  The part ends up in exactly one
@@ -152,7 +152,7 @@ def cut(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
 
 
 def rounded_off(before: SparseVector, after: SparseVector) -> SparseVector:
-    """Return the nonzero entries of ``before - after``, which have the same support."""
+    """Return the nonzero entries of ``before - after``; the two vectors have the same support."""
     error = before.values - after.values
     where = (error != 0).nonzero().flatten()
     return SparseVector(before.indices[where], error[where], before.size)

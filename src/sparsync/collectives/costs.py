@@ -1,4 +1,4 @@
-"""The cost model of the collectives: a job, the busiest rank's work, and lower bounds.
+"""The cost model of the collectives: the job, the cost for the busiest rank, and lower bounds.
 
 A message of L bytes takes ``alpha + beta L`` seconds.  **beta is per byte**; the papers, and
 ``Cost.words``, count words of 4 bytes.  A coo entry takes two words: a 32-bit index and a float32 value.
@@ -42,8 +42,8 @@ class Job(NamedTuple):
     """An exchange in which each of P ranks contributes k of n entries.
 
     ``result`` is the number of entries of the sum over all ranks, if known: k for equal supports, k
-    P for disjoint ones.  If it is None, supports are random and independent, which gives the most
-    fill-in unless supports avoid each other.
+    P for disjoint ones.  With None, supports are taken as random and independent.  Only supports that
+    avoid each other fill in more.
 
     Example:
         >>> Job(1000, 10, 4, result=10).union(2), Job(1000, 10, 4, result=40).union(2)
@@ -93,13 +93,12 @@ class Cost:
     Attributes:
         messages: number of messages that a rank sends in sequence.
         nbytes: volume, the maximum over ranks of max(sent, received).
-        relayed: sequential bytes in addition to ``nbytes``, i.e. bytes of other ranks for which a
-            rank waits.
+        relayed: bytes between other ranks for which a rank waits, in addition to ``nbytes``.
         encoded: number of entries packed.
         decoded: number of entries unpacked and merged.
         dense_bytes: bytes of dense vectors added or copied into place.
         turns: number of times that a rank works and then waits for the entries of others.
-        together: number of messages that are sent together with another one and overlap with it.
+        together: number of messages that overlap with one sent at the same time.
 
     Example:
         >>> (Cost(2, 800.0) + Cost(1, 200.0)).words
@@ -128,7 +127,7 @@ class Cost:
         return self.nbytes / WORD_BYTES
 
     def seconds(self, alpha: float, beta: float, distance: float = 0.0) -> float:
-        """Return the links' time, at alpha seconds per message and beta per byte (papers: per word).
+        """Return the time on the links: alpha seconds per message, beta per byte (papers: per word).
 
         ``distance`` is the part of alpha that is paid only once for messages sent together.
         """
@@ -141,7 +140,7 @@ def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -
 
     A block has ``ceil(elements / P)`` elements.
     """
-    # the busiest rank sends the widest block, so all ranks count as doing so
+    # count every rank as the busiest one, which sends the widest block
     width = -(-elements // world_size)
     rounds = (world_size - 1).bit_length()
     return Cost(2 * rounds, 2 * (world_size - 1) * width * element_bytes)
@@ -153,7 +152,7 @@ def allgatherv(nbytes: float, world_size: int) -> Cost:
 
 
 def expected_union(k: float, size: int, ranks: int) -> float:
-    """Return E[K], the expected number of entries in a sum of P uniformly random supports of k of N.
+    """Return E[K], the expected size of the union of P uniformly random supports of k of N indices.
 
     ``N sum_i (-1)^(i-1) C(P, i) (k / N)^i``, which is ``N (1 - (1 - k / N)^P)`` (SparCML, appendix
     B.1).
@@ -204,12 +203,12 @@ def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> fl
 
 
 def sum_bound_words(job: Job) -> float:
-    """Return SparCML's Lemmas 5.1 and 5.2: no lossless sum moves fewer words per rank, in values alone.
+    """Return SparCML's Lemmas 5.1 and 5.2: no lossless sum moves fewer values per rank.
 
     ``k + K (P - 2) / P`` for a sum of K entries, averaged over ranks: an index that c ranks hold takes
     c - 1 transfers to be summed and P - 1 to be distributed.  The two cases of Lemma 5.1 are K = k and
-    K = k P; the paper states no bound for values in between.  If the sum is dense, the bound is
-    delta words, the number of entries above which a vector is dense (Lemma 5.2).
+    K = k P; the paper states no bound for values in between.  If the sum is dense, the bound is delta
+    words, where delta is the number of entries above which a vector is dense (Lemma 5.2).
 
     Example:
         >>> [sum_bound_words(Job(10**6, 1000, 8, result=K)) for K in (8000, 1000)]
@@ -217,8 +216,8 @@ def sum_bound_words(job: Job) -> float:
         >>> sum_bound_words(Job(10**6, 300_000, 8))
         500000.0
     """
-    # this is delta = N i / (c + i) of section 5.1, with indices and values of 4 bytes: half of the
-    # elements
+    # delta = N i / (c + i) (section 5.1), which is half of the elements for indices and values of
+    # 4 bytes
     limit = job.size * WORD_BYTES // ENTRY_BYTES
     if job.summed > limit:
         return float(limit) if job.world_size > 1 else 0.0

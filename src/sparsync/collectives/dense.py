@@ -14,10 +14,10 @@ __all__ = ["Dense"]
 
 @final
 class Dense(Collective):
-    """Sum whole vectors: reduce-scatter, then allgather (Rabenseifner's algorithm).
+    """Sums whole vectors: reduce-scatter, then allgather (Rabenseifner's algorithm).
 
-    A transport with a native allreduce (gloo, NCCL) uses that.  Replicas are equal, and agree with
-    those on other transports up to rounding.
+    A transport with a native allreduce (gloo, NCCL) uses that instead.  All replicas of a run are equal;
+    runs on different transports agree up to rounding.
 
     Cost: 2 ceil(log2 P) messages; 2 n (P - 1) / P words sent and received.
     State: none.   Differs from the paper: any P, on a circulant graph instead of a hypercube.
@@ -42,10 +42,10 @@ class Dense(Collective):
     def overwriting(cls) -> Dense:
         """Return an instance whose total overwrites ``selected``.
 
-        Only a reducer's plan may use it: its ``selected`` is the accumulated gradient, and all of it is
-        delivered.
+        Only a reducer's plan may use it, because there ``selected`` is the accumulated gradient and all
+        of it is delivered.
         """
-        # this is not an argument of the constructor, because those are the options of presets
+        # set here, because the constructor's arguments become options of presets
         one = cls()
         one._overwrites = True
         return one
@@ -65,6 +65,6 @@ class Dense(Collective):
         return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Sum everything; all of it is delivered."""
+        """Sum the whole vectors; everything is delivered."""
         total = await comm.allreduce(selected.to_dense(), "dense", in_place=self._overwrites)
         return Reduced(DenseVector(total), selected)

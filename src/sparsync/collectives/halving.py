@@ -17,8 +17,7 @@ from sparsync.wire.packed import Packed
 
 __all__ = ["Halving"]
 
-# This was fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a
-# budgeted turn.
+# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
 _PASSES = 12  # per entry received: merge, select again, note the dropped ones
 _TURN = 2 / 3  # share of a turn, because a rank waits for a single peer in a round
 
@@ -27,12 +26,13 @@ _TURN = 2 / 3  # share of a turn, because a rank waits for a single peer in a ro
 class Halving(Collective):
     """Runs a sparse reduce-scatter and allgather on the circulant graph, with k / P entries per block.
 
-    It removes Ok-Topk's first stated limitation, its O(P) messages.
+    This removes the first limitation stated in the Ok-Topk paper: O(P) messages.
 
-    A hash deals elements to P blocks, so a block's largest k / P entries are nearly its part of the
-    global top-k.  In each round of the reduce-scatter a rank passes some blocks on, adds the arriving
-    blocks to its own, and keeps the largest k / P entries of each.  Entries that it drops stay in its own
-    residual, even if other ranks contributed to them, and so do the codec's rounding errors.
+    A hash deals elements to P blocks, so the largest k / P entries of a block nearly match its part of
+    the global top-k.  In each round of the reduce-scatter, a rank passes some blocks on, adds the
+    arriving blocks to its own, and keeps the largest k / P entries of each.  Dropped entries stay in the
+    residual of the rank that drops them, even if other ranks contributed to them.  So do the codec's
+    rounding errors.
 
     Args:
         codec: wire format (default: packed, bf16).
@@ -148,7 +148,7 @@ class _Walk:
     async def allgather(self) -> SparseVector:
         """Collect all ranks' own blocks; return the total."""
         comm = self.comm
-        # The own block is rounded and decoded like the others, so totals are bit-equal on all ranks.
+        # Round and decode this rank's own block like the others, so that totals are bit-identical.
         encoded = self.codec.encode(self.blocks[0])
         self._note_rounding(self.blocks[0], encoded.decoded, first=0)
         most = min(self.quota, self.width)
@@ -166,13 +166,13 @@ class _Walk:
         return SparseVector.merge(pieces)
 
     def _largest(self, block: SparseVector, owner: int) -> SparseVector:
-        """Cut a block to its quota; note the rest as dropped."""
+        """Cut a block to its quota; record the rest as dropped."""
         kept, rest = cut(block, self.quota)
         self.dropped.append(self._placed(rest, owner))
         return kept
 
     def _note_rounding(self, before: SparseVector, after: SparseVector, first: int) -> None:
-        """Note the rounding errors of joined blocks, the first of which is ``blocks[first]``."""
+        """Record the rounding errors of joined blocks, beginning with ``blocks[first]``."""
         errors = rounded_off(before, after)
         if not errors.nnz:
             return
@@ -181,7 +181,7 @@ class _Walk:
             self.dropped.append(self._placed(part, owner))
 
     def _placed(self, block: SparseVector, owner: int) -> SparseVector:
-        """Give a block's entries their indices in the whole vector."""
+        """Return a block's entries with their indices in the whole vector."""
         indices = kernels.undeal(block.indices, owner, self.comm.world_size)
         # A block has ceil(n / P) places, and some may lie beyond the end of the vector.  No honest sender
         # uses those, and the codec, which knows only the block, cannot detect them.

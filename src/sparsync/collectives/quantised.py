@@ -1,4 +1,4 @@
-"""Quantised: a dense allreduce of few bits per element in two rounds, both with error feedback."""
+"""Quantised: a dense allreduce with few bits per element, in two rounds with error feedback."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Quantised"]
 
 @final
 class Quantised(Collective):
-    """Sums whole vectors in 1, 2, 3, 4, 8 or 16 bits per element; a rank's bytes do not grow with P.
+    """Sums whole vectors at 1, 2, 3, 4, 8 or 16 bits per element; a rank's traffic does not grow with P.
 
     Every rank owns a region, which starts and ends at block boundaries.
 
     1. Every rank sends each owner its region, quantised; the owner adds them to its own, unrounded share.
     2. Every owner sends the quantised sum to all ranks; the decoded sums are the total.
 
-    The rank that rounds keeps the error: errors of the first round stay in the sender's residual, errors
-    of the second in the owner's.
+    The rank that rounds keeps the error: in the first round it stays in the sender's residual, in the
+    second round in the owner's.
 
     Args:
         bits: bits per element: 1, 2, 3, 4 or 8 (see ``LloydMax``), or 16 for bf16 without scales.
@@ -82,18 +82,18 @@ class Quantised(Collective):
         return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Send to owners, sum, send to all."""
+        """Send regions to their owners, sum them there, and send the sums to all ranks."""
         if not isinstance(selected, DenseVector):
             selected = DenseVector(selected.to_dense())
         if comm.world_size == 1:
-            # the total is a copy, because it outlives the step, and a vector read by runs changes
-            # at the step's end
+            # copy the total: it outlives the step, but a vector that is read by runs changes when the
+            # step ends
             return Reduced(DenseVector(selected.values), selected)
         codec, framing, rank = self.codec, MessageFraming(self.codec), comm.rank
         widths = self._widths(selected.size, comm.world_size)
         starts = [0, *accumulate(widths)]
         like = selected.run(0, 0)
-        # a run has whole blocks, and so few elements that memory does not grow with n
+        # a run consists of whole blocks, and is so short that memory does not grow with n
         most = max(run_length(like) // codec.step, 1) * codec.step
         lengths = [codec.nbytes(width, width, like.dtype) for width in widths]
         with comm.stage("pack"):
@@ -105,8 +105,8 @@ class Quantised(Collective):
                     for start, stop in runs(widths[owner], like, most):
                         low, high = starts[owner] + start, starts[owner] + stop
                         write(start, *selected.terms(low, high))
-        # A capacity is the longest message from one rank to another.  In this round, that is one of
-        # the widest regions; in the second round, it is the sender's own region.
+        # A capacity is the length of the longest message from one rank to another: in this round, the
+        # message for the widest region; in the second round, the one for the sender's own region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
@@ -124,9 +124,9 @@ class Quantised(Collective):
             opened = [codec.open(m, w) for m, w in zip(messages, widths, strict=True)]
             finite = all(message.is_finite() for message in opened)
             total = _Coded(codec, opened, widths, like, most, finite=finite)
-            # For its own region a rank delivers the decoded sum minus the others' parts.  The parts
+            # For its own region, a rank delivers the decoded sum minus the others' parts.  The parts
             # of all ranks then add up to the total, and the rounding error of the sum is in this
-            # rank's residual. 1-bit Adam keeps this error as a second one, at the server.
+            # rank's residual.  1-bit Adam stores this error separately, at the server.
             payloads[rank] = payload
             sent = [codec.open(p, w) for p, w in zip(payloads, widths, strict=True)]
             delivered = _Coded(codec, sent, widths, like, most, less=(rank, others))
@@ -134,7 +134,7 @@ class Quantised(Collective):
 
     def _widths(self, size: int, world_size: int) -> list[int]:
         """Return the number of elements per region: whole blocks, except in the last."""
-        # a block shares one scale, so none is cut in two
+        # the elements of a block share one scale, so no block is cut in two
         blocks = -(-size // self.block)
         cuts = [min(blocks * r // world_size * self.block, size) for r in range(world_size + 1)]
         return [high - low for low, high in pairwise(cuts)]
@@ -149,9 +149,9 @@ class _Sum:
         self._like = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
 
     def run(self, start: int, stop: int, *own: Tensor) -> Tensor:
-        """Return elements ``[start, stop)`` of the sum, added in rank order, and ``own`` after them.
+        """Return elements ``[start, stop)`` of the sum: the messages in rank order, then ``own``.
 
-        ``own`` are up to two vectors; the first of two may be overwritten.
+        ``own`` has at most two vectors; if it has two, the first may be overwritten.
         """
         made = self._like.new_empty(stop - start)
         sum_to(made, self.messages, start, *own)
@@ -162,13 +162,13 @@ class _Sum:
 class _Coded(DenseVector):
     """A vector kept as encoded messages, one per region; runs are decoded on every access.
 
-    It takes little memory, and is written, divided or subtracted in one pass.  In the region named in
-    ``less``, the vector is the message minus a sum of other messages.  ``finite`` states that no message
-    has NaN or Inf.
+    It needs little memory, and is written, divided or subtracted in one pass.  In the region named in
+    ``less``, the vector is the message minus a sum of other messages.  ``finite`` promises that no
+    message has NaN or Inf.
     """
 
-    # On the CPU, a vector in fresh memory costs as much as seven passes over it, because the system
-    # clears its pages one by one.  Messages of 2 bits take a sixteenth of that (measured:
+    # On the CPU, writing a vector to fresh memory takes as long as seven passes over it, because the
+    # system clears its pages one by one.  2-bit messages need a sixteenth of the memory (measured:
     # docs/design-notes.md).
 
     def __init__(
@@ -235,7 +235,7 @@ class _Coded(DenseVector):
             step = self._codec.step
             whole = (first - low) % step == 0 and ((last - low) % step == 0 or last == low + width)
             in_place = whole and self.dtype == dense.dtype == torch.float32
-            # a region that is not decoded in place needs memory of its own, which runs keep small
+            # a region that is not decoded in place needs memory of its own; short runs keep it small
             most = width if in_place and not self._others(rank) else self._most
             for begin, end in runs(last - first, self._like, most):
                 part = slice(first - start + begin, first - start + end)

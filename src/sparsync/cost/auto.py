@@ -27,9 +27,9 @@ _WEIGHT = 0.5  # weight of a new measurement in its candidate's factor
 class AutoState:
     """The choice so far, and the candidates' ratios of measured to predicted times.
 
-    The state is changed by arithmetic alone, so ranks that see the same seconds choose alike.  The
-    prediction for a candidate that was never used is trusted: every candidate that promises enough is
-    tried once, and judged by its own factor afterwards.
+    Only arithmetic changes the state, so ranks that see the same seconds make the same choice.  The
+    prediction for a candidate that was never used is trusted: every candidate that promises enough gain
+    is tried once, and afterwards judged by its own factor.
 
     Example:
         >>> state = AutoState(choice=0, factors=(None, None))
@@ -50,9 +50,9 @@ class AutoState:
     ) -> AutoState:
         """Return the state after another measurement, possibly with another ``choice``.
 
-        ``predicted`` has the seconds by candidate, fastest first; the choice is missing if a budget
-        has ruled it out in the meantime.  ``measured`` is the number of seconds that the choice
-        took, the same on all ranks.
+        ``predicted`` has the seconds by candidate, fastest first; it lacks the choice if a budget has
+        ruled that out in the meantime.  ``measured`` is the number of seconds that the choice took, the
+        same on all ranks.
         """
         if self.choice not in predicted:
             return replace(self, choice=next(iter(predicted)))
@@ -74,13 +74,13 @@ class AutoState:
 class Auto(Collective):
     """The planner's choice among collectives, corrected by measurements while training.
 
-    The plan is made on the first step, when n, k and P are known; they are the same on all ranks.  The
-    first step's entries are already selected at that time, so dense can only start on the second.  Every
-    ``check_period`` steps the ranks agree on the time of an exchange: the minimum of their means, because
-    a rank that arrives early also measures its wait for the others.  This yields a factor for the current
-    candidate, and a switch to another one that promises enough.
+    The first step makes the plan, when n, k and P are known; they are the same on all ranks.  The first
+    step's entries are already selected by then, so dense can only start on the second step.  Every
+    ``check_period`` steps, the ranks agree on the time of an exchange.  It is the minimum of their means,
+    because a rank that arrives early also measures its wait for the others.  This yields a factor for the
+    current candidate, and a switch to another candidate if that one promises enough gain.
 
-    Args: as for the preset, ``sparsync.presets.auto``; candidates select k entries or everything.
+    Args: those of the preset ``sparsync.presets.auto``; candidates select k entries or everything.
 
     Cost: that of the choice, plus one allreduce of 8 bytes per check.   State: ``AutoState``.
     Differs from the paper: there is none.
@@ -122,8 +122,8 @@ class Auto(Collective):
         self._plannable = list(candidates)
         self._parts = [algorithm.make_collective() for algorithm in candidates]
         self._state = AutoState(factors=(None,) * len(self.candidates))
-        # the seconds since the last check; they are not part of the state, because they differ by
-        # rank
+        # Seconds of the steps since the last check.  They are not part of the state, because they differ
+        # between ranks.
         self._seconds: list[float] = []
         self._why = "the first step is not planned yet"
         sparse = [i for i, part in enumerate(self._parts) if not part.whole]
@@ -198,7 +198,7 @@ class Auto(Collective):
             part.state = its
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and the states of all candidates."""
+        """Return the state of the choice as plain numbers, and the states of all candidates."""
         own = {**vars(self._state), "factors": list(self._state.factors)}
         return {**own, "parts": [part.state_dict() for part in self._parts]}
 

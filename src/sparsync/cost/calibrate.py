@@ -1,6 +1,6 @@
 """Measure the times of a group's links and ranks, on the group itself.
 
-All ranks work at the same time, so with more ranks than cores they measure as slow as in training.
+All ranks work at the same time, so if there are more ranks than cores, they are as slow as in training.
 """
 
 from __future__ import annotations
@@ -37,20 +37,17 @@ __all__ = ["Calibration", "calibrate"]
 _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
 _DENSITY = 0.01  # k / n of the selections
-_REGIONS = 4  # regions of the vector, and number of messages merged at once
-# the number of batches per kind of work, and the least number if time is short, besides a warm-up
-# batch
+_REGIONS = 4  # number of regions of the vector, and of messages merged at once
+# number of batches per kind of work, and its minimum if time is short; one more batch warms up
 _BATCHES, _AT_LEAST = 8, 3
 _SETTLED = 12  # steps until the selector's threshold has adapted to a residual that starts at zero
 _REHEARSAL = 0.2  # fraction of the time for whole exchanges
 _REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # its cost is two turns and little else
 _LEAST, _MOST = 8, 50  # number of rehearsed exchanges
-# the seconds from the last arrival to the start: 10 times as long as 8 ranks on 2 cores need to
-# agree
+# seconds from the last arrival to the start: 10 times as long as 8 ranks on 2 cores need to agree
 _AHEAD = 0.03
 _FAR = 1e-3  # seconds in flight below which most of a message's latency is work at both ends
-# the factor by which the rehearsal's vectors are smaller than those of ``_Work``, so that turns
-# dominate
+# factor by which the rehearsal's vectors are smaller than those of ``_Work``, so that turns dominate
 _SMALLER = 4
 
 
@@ -61,7 +58,7 @@ class Calibration:
     machine: Machine
     intervals: dict[str, Interval]  # at 95 %; a single rank has no alpha and beta
     links: tuple[Link, ...] = ()  # every measured direction between two ranks
-    clocks: tuple[Clock, ...] = (Clock(),)  # every rank's clock relative to rank 0's
+    clocks: tuple[Clock, ...] = (Clock(),)  # every rank's clock relative to rank 0's clock
     sizes: tuple[int, ...] = ()  # bytes of the messages that were sent
 
     def slow_links(self, *, factor: float = 1.5) -> list[Link]:
@@ -81,11 +78,11 @@ async def calibrate(
     """Measure the links and the work of a group's ranks; all of them call it together.
 
     Alpha and beta are fitted to rounds of messages of several sizes, as large as the time allows.  In the
-    simulator they equal those of its ``Links``, and work takes no time.  Finally, whole exchanges are
-    rehearsed.
+    simulator, they equal those of its ``Links``, and work takes no time.  Finally, the ranks rehearse
+    whole exchanges.
 
     Args:
-        comm: the group, of any size, otherwise idle; its ledger records the bytes.
+        comm: the group, of any size; it must be otherwise idle.  Its ledger records the bytes.
         seconds: approximate duration; slow or distant links may take longer.
         probe: limits of the measurement.
 
@@ -120,7 +117,7 @@ async def calibrate(
 
 
 def _distance(alpha: float, clocks: Sequence[Clock]) -> Measured:
-    """Return the part of alpha that is in flight: half of the fastest round trips, if these are long.
+    """Return the part of alpha spent in flight: half of the fastest round trips, if those are long.
 
     Example:
         >>> _distance(0.05, [Clock(0.3, 0.0402), Clock(0.1, 0.0404)])
@@ -155,11 +152,11 @@ def _stands_still(comm: Communicator) -> bool:
 async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dict[str, Measured]:
     """Return the paces of "gamma", "select", "encode" and "decode", in the units of ``Machine``.
 
-    All ranks call it together.  The slowest rank's paces count, because the others wait for it.
+    All ranks call it together.  The pace of the slowest rank counts, because the others wait for it.
 
     Cost: about ``seconds`` of work; 5 n floats of memory.
     """
-    if _stands_still(comm):  # such a clock charges at most for summed bytes, so one call suffices
+    if _stands_still(comm):  # such a clock charges at most for summed bytes, so one call is enough
         probe = replace(probe, elements=min(probe.elements, 1 << 10), calls=1)
     work = _Work(comm, probe.elements)
     tasks: dict[str, Callable[[], Awaitable[tuple[float, int]]]] = {
@@ -172,7 +169,9 @@ async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dic
     length = seconds / len(tasks) / (_BATCHES + 1)
     await comm.barrier()
     end = comm.now + seconds
-    for batch in range(_BATCHES + 1):  # interleaved, so a busy moment affects all kinds of work
+    for batch in range(
+        _BATCHES + 1
+    ):  # interleaved, so that a busy moment affects all kinds of work
         if batch > _AT_LEAST and comm.now >= end:
             break
         for name, task in tasks.items():
@@ -193,7 +192,7 @@ async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dic
 
 
 class _Work:
-    """A rank's vectors and the work on them; a task returns its seconds and the units of work done."""
+    """A rank's vectors and the work on them; each task returns its seconds and the units of work done."""
 
     def __init__(self, comm: Communicator, elements: int) -> None:
         self.comm, self.step = comm, 0
@@ -216,13 +215,13 @@ class _Work:
         return self.comm.now - start, nbytes
 
     async def select(self) -> tuple[float, int]:
-        """Accumulate, select and retain, as in a training run past its first steps."""
+        """Accumulate, select and keep the rest, as in a training run past its first steps."""
         while self.step < _SETTLED:
             self._select()
         return self._select(), self.residual.numel()
 
     def _select(self) -> float:
-        self.incoming.copy_(self.gradient)  # accumulating overwrites its memory
+        self.incoming.copy_(self.gradient)  # accumulating overwrites the memory of ``incoming``
         start = self.comm.now
         collect = self.selector.collect_from(self.k, self.step, self.residual.dtype)
         found = kernels.accumulate_(self.residual, self.incoming, *collect or ())
@@ -252,13 +251,13 @@ class _Work:
 async def _measure_turn(
     comm: Communicator, machine: Machine, ahead: float, seconds: float, probe: Probe
 ) -> Measured:
-    """Return the seconds lost per turn (``Machine.turn``): bit-identical on all ranks.
+    """Return the seconds lost per turn (``Machine.turn``), bit-identical on all ranks.
 
-    All ranks rehearse an exchange of ``budgeted``.  From its time, the predicted time for its messages,
-    bytes and entries on the machine as measured so far is subtracted; the rest is divided by its turns.
+    All ranks rehearse an exchange of ``budgeted``.  From its time, subtract the time that the machine
+    measured so far predicts for its messages, bytes and entries; divide the rest by the number of turns.
     If ranks share cores, a rank that waits for entries while others work gets its core back a time slice
-    later.  As in a training step, every exchange follows a selection.  Back to back, with warm caches,
-    exchanges take half as long (measured).
+    later.  As in a training step, every exchange follows a selection: exchanges back to back, with warm
+    caches, take half as long (measured).
 
     ``ahead`` is the offset of this rank's clock from rank 0's, in seconds.
     """
@@ -270,16 +269,16 @@ async def _measure_turn(
         return made.seconds_exchange
 
     while (_LEAST + 2) * exchange_seconds() > seconds:
-        k //= 2  # on slow links, fewer entries
+        k //= 2  # send fewer entries on slow links
         if not k:
             return 0.0, (0.0, 0.0)
     generator = torch.Generator().manual_seed(comm.rank)
-    stride = max(size // k, 1)  # one entry per cell: ascending, at random places
+    stride = max(size // k, 1)  # one entry per stride, ascending, at random positions
     indices = torch.arange(k) * stride + torch.randint(stride, (k,), generator=generator)
     vector = SparseVector(indices, torch.randn(k, generator=generator), size)
     still = _stands_still(comm)
     work = None if still else _Work(comm, probe.elements)
-    times: list[tuple[float, float]] = []  # by rank 0's clock
+    times: list[tuple[float, float]] = []  # on rank 0's clock
     collective, end = Budgeted(), comm.now + seconds
     for step in range(_MOST + 1):
         if work is not None:
@@ -296,7 +295,7 @@ async def _measure_turn(
         if step >= _LEAST and float(await comm.allreduce(late, _PHASE, op="max")) > 0:
             break
     everyone = await comm.allgather(torch.tensor(times, dtype=torch.float64), _PHASE)
-    last = torch.stack(everyone).amax(0)  # from the last rank's start to the last rank's end
+    last = torch.stack(everyone).amax(0)  # from the last rank's start until the last rank's end
     lasted = last[1:, 1] - last[1:, 0]
     quarters = lasted.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
     turns = _REHEARSED.cost(Job(size, k, ranks)).turns

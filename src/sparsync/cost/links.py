@@ -1,7 +1,7 @@
-"""Time messages over every link of a group as collectives use them: all at once, in both directions.
+"""Time messages over every link of a group as collectives use it: all at once, in both directions.
 
-In a round, every rank r sends to rank r + ``shift`` and receives from rank r - ``shift``.  Rounds of the
-same shift follow each other without a barrier, at the pace of a collective's phases.
+In a round, every rank r sends to rank r + ``shift`` and receives from rank r - ``shift``.  Rounds with
+the same shift follow each other without a barrier, like the phases of a collective.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 _PHASE = "calibrate"
 _CONTROL = Raw("control")
 _SHORTEST = 1e-12  # seconds, added to every time because ratios to zero are undefined
-_SMALLEST, _FACTOR = 256, 4  # bytes of the first messages, and the factor to the next size
+_SMALLEST, _FACTOR = 256, 4  # bytes of the first messages; ratio of consecutive sizes
 _ROUNDS = 4  # counted rounds per visit of a size, at every shift; an uncounted round precedes them
 _PINGS = 8  # round trips per rank to compare its clock
 _SHARE = 0.25  # fraction of the remaining time that the first visit of a size may take
-_CONFIDENCE, _RESAMPLES = 0.95, 200  # of intervals: 5 of 200 resamples lie beyond each end
+_CONFIDENCE, _RESAMPLES = 0.95, 200  # for intervals: 5 of 200 resamples lie beyond each end
 
 Interval = tuple[float, float]
 """Lowest and highest value compatible with the measurement."""
@@ -52,10 +52,10 @@ Measured = tuple[float, Interval]
 def fit_line(seconds_of: Mapping[int, float]) -> tuple[float, float]:
     """Fit ``seconds = alpha + beta nbytes`` through the largest size; neither number is negative.
 
-    The largest message measures beta best, so the line passes through it exactly; the small ones
+    The line passes through the largest size exactly, because that measures beta best; the small sizes
     determine alpha.  Deviations are ratios, because times span orders of magnitude.  They are not
     squared, so that an outlier due to a buffer or a protocol has little influence.  The line passes
-    through a second point, or has alpha or beta zero.
+    through a second point, unless alpha or beta is zero.
 
     Args:
         seconds_of: times by message size in bytes; at least two sizes.
@@ -78,10 +78,10 @@ def fit_line(seconds_of: Mapping[int, float]) -> tuple[float, float]:
 
 
 def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> dict[str, Measured]:
-    """Fit a line to the median time of every size; its intervals come from the bootstrap.
+    """Fit a line to the median time of every size, with intervals from the bootstrap.
 
     Args:
-        samples: per size in bytes, independent times in seconds; at least two sizes, none empty.
+        samples: independent times in seconds, by size in bytes; at least two sizes, none empty.
     """
     draw = random.Random(0)
     lines = [
@@ -94,10 +94,10 @@ def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> dict[str, Meas
 
 
 def fit_pace(batches: Sequence[tuple[float, float]]) -> Measured:
-    """Return the seconds per unit over all batches, and their interval from the bootstrap.
+    """Return the seconds per unit over all batches, with an interval from the bootstrap.
 
-    The pace is total seconds over total units, not a median.  If processes share cores, most calls run
-    undisturbed and a few wait long, and those few make the processes slow.
+    The pace is total seconds over total units, not a median: if processes share cores, most calls run
+    undisturbed, and the few that wait long make the processes slow.
 
     Args:
         batches: the seconds and the units of work of every batch.
@@ -123,7 +123,7 @@ def _middle(numbers: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Clock:
-    """The offset of a rank's clock from rank 0's in seconds, accurate to half of the best round trip."""
+    """The offset of a rank's clock from rank 0's, in seconds, accurate to half of the best round trip."""
 
     ahead: float = 0.0
     uncertainty: float = 0.0
@@ -131,7 +131,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks; its alpha is only as accurate as the two ranks' clocks agree."""
+    """One direction between two ranks; its alpha is only as accurate as the two ranks' clocks."""
 
     source: int
     dest: int
@@ -141,19 +141,19 @@ class Link:
 
 @dataclass(frozen=True)
 class Probe:
-    """The limits of the measurement, first of messages, then of the ranks' own work."""
+    """The limits of the measurement, first for messages, then for the ranks' own work."""
 
-    # the bytes of the largest message; a wire of 10 Gbit/s takes 70 times a latency of 50 us for it
+    # bytes of the largest message; on a wire of 10 Gbit/s, it takes 70 times as long as a 50 us latency
     largest: int = 1 << 22
-    # the maximum number of visits per size; sizes alternate, so a busy moment affects all of them
+    # maximum number of visits per size; sizes alternate, so a busy moment affects all of them
     visits: int = 8
-    # the largest number of shifts; if fewer exist, all are used and every link is measured
+    # maximum number of shifts; if there are fewer, all are used and every link is measured
     shifts: int = 8
     budget: float = 0.6  # fraction of the calibration's time for the links
     elements: int = (
         1 << 22
     )  # elements of the ranks' vectors: 16 MB, more than most second-level caches
-    # the largest number of calls in a batch of work, which also ends when its time is up
+    # maximum number of calls in a batch of work, which also ends when its time is up
     calls: int = 1000
 
 
@@ -162,11 +162,11 @@ async def measure_links(
 ) -> tuple[dict[str, Measured], tuple[Link, ...], tuple[Clock, ...], tuple[int, ...]]:
     """Fit latency and bandwidth of a group of two or more; all ranks call it together.
 
-    Sizes grow while they fit ``probe.budget`` of the time, or do not show the bandwidth; then the sizes
-    alternate.
+    Sizes grow as long as they fit into ``probe.budget`` of the time, or do not show the bandwidth yet;
+    then the sizes alternate.
 
     Returns:
-        "alpha" and "beta" of all links together; every single link; every rank's clock; the sizes.
+        "alpha" and "beta" of all links together; each single link; each rank's clock; the sizes.
     """
     survey, size = _Survey(comm, probe.budget * seconds, probe.shifts), _SMALLEST
     await survey.visit(size, 1)  # the first round opens connections
@@ -174,7 +174,7 @@ async def measure_links(
     cost = survey.cost(size)
     first, bytes_show = survey.pace(size), False
     survey.times.clear()
-    # a line needs two sizes, one of which takes as long to transfer as the latency, however long that is
+    # a line needs two sizes; the transfer of one must take as long as the latency, however long that is
     while size <= probe.largest and (not bytes_show or cost <= survey.left * _SHARE):
         await survey.visit(size, _ROUNDS)
         bytes_show = len(survey.times) > 1 and survey.pace(size) >= 2 * first
@@ -190,15 +190,15 @@ async def measure_links(
 
 
 class _Survey:
-    """A measurement on one rank; all ranks take the same decisions in it."""
+    """A measurement on one rank; all ranks make the same decisions in it."""
 
     def __init__(self, comm: Communicator, seconds: float, most_shifts: int) -> None:
         self.comm, self.seconds = comm, seconds
         count = min(most_shifts, comm.world_size - 1)
-        # evenly spread, 1 among them
+        # evenly spread; 1 is among them
         self.shifts = [1 + i * (comm.world_size - 1) // count for i in range(count)]
         self.started, self.spent = comm.now, 0.0  # seconds spent by the slowest rank
-        self.costs: dict[int, float] = {}  # seconds of the last visit of each size
+        self.costs: dict[int, float] = {}  # seconds of the last visit to each size
         # for each size and visit, `[P, shifts, rounds, 3]`: starts, arrivals, ends
         self.times: dict[int, list[Tensor]] = {}
 
@@ -211,13 +211,13 @@ class _Survey:
         return float(_paces(self.times[size][-1]).quantile(0.25))
 
     def cost(self, size: int) -> float:
-        """Return the expected seconds of a visit of a size, from its last visit."""
+        """Return the expected seconds of a visit to a size, from the last visit to it."""
         return len(self.shifts) * (_ROUNDS + 1) * self.pace(size)
 
     async def visit(self, size: int, rounds: int) -> None:
-        """Run rounds at every shift, after an uncounted one."""
+        """Run rounds at every shift, after one uncounted round."""
         comm = self.comm
-        # not zeros, because a compressing tunnel would look fast
+        # random bytes, because zeros would make a compressing tunnel look fast
         payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
         mine = []
         for shift in self.shifts:
@@ -260,9 +260,9 @@ class _Survey:
         return tuple(Clock(*pair.tolist()) for pair in gathered)
 
     def each_link(self, clocks: Sequence[Clock]) -> tuple[Link, ...]:
-        """Fit every link separately, to the times from when both ranks are ready to the arrival."""
+        """Fit every link separately; its times run from when both ranks are ready until the arrival."""
         ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
-        # by rank 0's clock
+        # on rank 0's clock
         common = {size: torch.cat(visits, dim=2) - ahead for size, visits in self.times.items()}
         links = []
         for dest in range(len(clocks)):
@@ -285,5 +285,5 @@ def _numbers(values: list[float]) -> Tensor:
 
 
 def _paces(times: Tensor) -> Tensor:
-    """Return `[shifts * rounds]` times from one round's end to the next, the median over ranks."""
+    """Return `[shifts * rounds]` times from one round's end to the next: medians over ranks."""
     return times[..., 2].diff(dim=2).quantile(0.5, dim=0).flatten()

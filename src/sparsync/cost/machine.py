@@ -1,4 +1,4 @@
-"""A ``Machine`` has the seconds that links and ranks take per message, byte, element and entry."""
+"""``Machine``: the seconds that links and ranks take per message, byte, element and entry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds per unit of all parts of an exchange, which are measured by calibration, or given.
+    """Seconds per unit for all parts of an exchange, measured by calibration or given.
 
     The defaults for the ranks' work are those of one core (measured with the native kernels by
     ``sparsync doctor``); the defaults for the links are those of ``Links``.
@@ -27,10 +27,10 @@ class Machine:
         select: seconds per element for accumulating and selecting.
         encode: seconds per packed entry.
         decode: seconds per entry for unpacking and merging.
-        distance: the part of alpha, in seconds, that a message is in flight.  Messages sent together
-            share it; the rest of alpha is paid by each.
-        turn: seconds lost when a rank has worked and waits for the entries of others: with more ranks
-            than cores, a time slice of the system; 0 if each rank has its own core.
+        distance: the part of alpha, in seconds, for which a message is in flight.  Messages sent
+            together share this part; each pays the rest of alpha.
+        turn: seconds lost when a rank has worked and then waits for the entries of others: a time slice
+            of the system if there are more ranks than cores, 0 if each rank has its own core.
 
     Example:
         >>> gigabit = Machine(alpha=50e-6, beta=8e-9)
@@ -62,10 +62,10 @@ class Machine:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Machine:
-        """Return the machine of plain numbers as returned by ``as_dict``; defaults fill the gaps.
+        """Return the machine described by a result of ``as_dict``; defaults fill the gaps.
 
         Raises:
-            ConfigurationError: a name is unknown, or a number is bad.
+            ConfigurationError: a name is unknown, or a number is invalid.
         """
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))

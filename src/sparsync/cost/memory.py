@@ -1,4 +1,4 @@
-"""Predict the memory that a rank needs: for training itself, and in addition for ``attach``.
+"""Predict how much memory a rank needs for training, and how much ``attach`` adds.
 
 Training holds the weights, the gradients, DDP's buckets, and the optimizer's state. ``attach`` adds::
 
@@ -6,8 +6,8 @@ Training holds the weights, the gradients, DDP's buckets, and the optimizer's st
     updates     the shared weights and the residual, n words each, and an exchange's messages: bits
                 per element, sent and received in two rounds
 
-On a GPT of 124 million parameters, gradients were measured to take 1.1 words, and updates 2.0 to 2.1
-(``benchmarks/memory_gpt.md``).
+On a GPT of 124 million parameters, measured additions were 1.1 words per parameter for gradients, and
+2.0 to 2.1 for updates (``benchmarks/memory_gpt.md``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["Footprint", "Optimizer", "footprints"]
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 
-# words per parameter of the optimizer's state; Muon keeps a momentum of its matrices
+# words per parameter of the optimizer's state; Muon keeps a momentum for its matrices
 _STATES: Final = MappingProxyType({"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1})
 _REPLICA: Final = 3  # weights, gradients, DDP's buckets
-_ENTRY: Final = 12  # bytes of a selected entry: its index, its value, its place in a message
+_ENTRY: Final = 12  # bytes of a selected entry: its index, its value, its position in a message
 _BITS: Final = (
     1 + 16 / 256
 )  # bits per element of an update, with its share of a block's scale, in each direction
@@ -34,7 +34,7 @@ _BITS: Final = (
 
 @dataclass(frozen=True)
 class Footprint:
-    """One rank's bytes on the accelerator (or on the host, if the model is there), and on the host."""
+    """The bytes that a rank needs: ``device`` where the model is, plus ``host`` in host memory."""
 
     name: str
     device: int
@@ -42,10 +42,10 @@ class Footprint:
 
 
 def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
-    """Return the memory of training by itself, and then the addition of each way to attach.
+    """Return the memory of training itself, then the addition of each way to attach.
 
     Args:
-        size: trained parameters, in float32.
+        size: number of trained parameters, in float32.
         k: entries of a gradient that are exchanged.
         optimizer: "sgd", "sgd-momentum", "adamw" or "muon".
 

@@ -1,4 +1,4 @@
-"""Predict the time of a step's exchange by collective, the fastest one, and where dense wins.
+"""Predict the time of a step's exchange for each collective, the fastest one, and where dense wins.
 
     seconds   = selection + exchange - hidden
     selection = n select + (entries of the total) decode
@@ -7,9 +7,9 @@
 
 All terms refer to the busiest rank, as counted by ``Collective.cost``.  An entry takes the same time in
 every sparse format.  Messages are sequential, as in the papers; links on which they overlap are faster.
-The hidden part overlaps the backward pass, if the time of computation is given: one third of a pass is
-forward, two thirds are backward.  An exchange in m parts (DDP's buckets of 25 MiB, the units of
-``attach``) overlaps the backward pass except for its last part.  A model in a single unit hides nothing.
+If the time of computation is given, part of the exchange is hidden behind the backward pass, which takes
+two thirds of a pass.  An exchange in m parts (DDP's buckets of 25 MiB, the units of ``attach``) overlaps
+the backward pass except for its last part.  A model in a single unit hides nothing.
 
 The planner is pure arithmetic: it maps a ``Machine`` and sizes to a ``Plan``, the same on every rank.
 """
@@ -57,15 +57,14 @@ __all__ = [
     "seconds_of_updates",
 ]
 
-# all candidates are compared with this algorithm, even if it is not one of them
+# the algorithm with which all candidates are compared, even if it is not one of them
 _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 DEFAULT_DENSITY = 0.01
 BUCKET_BYTES = 25 * 2**20  # bytes of gradients per dense exchange, as in PyTorch's DDP
-BACKWARD = 2 / 3  # share of a pass: backward has two matrix products per layer, forward has one
-# The overhead of updates besides their exchange, per local step (for the optimizer) and per
-# exchange (for the shared weights), in passes over the model, each as long as a dense addition.
-# The numbers were set by hand to match steps of a GPT with 8.4 M parameters in the lab
-# (benchmarks/time_to_loss.md)
+BACKWARD = 2 / 3  # fraction of a pass: backward has two matrix products per layer, forward has one
+# The overhead of updates apart from their exchange, per local step (for the optimizer) and per exchange
+# (for the shared weights), in passes over the model, each as long as a dense addition.  The numbers were
+# set by hand to match steps of a GPT with 8.4 M parameters in the lab (benchmarks/time_to_loss.md).
 STEP_PASSES, EXCHANGE_PASSES = 8, 8
 _NEARLY = 0.9  # fraction of the largest number of entries that fit a budget
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is searched
@@ -77,7 +76,7 @@ _PER_DECADE, _HALVINGS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted cost of one step of one collective."""
+    """The predicted cost of one step with one collective."""
 
     collective: str  # name of the preset
     seconds_selection: float  # seconds to accumulate and select, and to apply the total
@@ -85,13 +84,13 @@ class Prediction:
     bytes_sent: float  # largest number of bytes that a rank sends or receives
     messages: float  # sequential messages of a rank
     equation: str  # paper and number, or "sparsync"
-    # the lower bound for the same result in words of 4 bytes: two per entry, or one per value
+    # lower bound for the same result, in words of 4 bytes: two per entry, or one per value
     lower_bound_words: float
     seconds_hidden: float = 0.0  # part of the exchange that overlaps the backward pass
 
     @property
     def seconds(self) -> float:
-        """The time for which the step waits: selection and exchange, minus the hidden part."""
+        """The time for which the step waits: selection and exchange without the hidden part."""
         return self.seconds_selection + self.seconds_exchange - self.seconds_hidden
 
 
@@ -128,7 +127,7 @@ def predict(
 def seconds_of_updates(
     algorithm: Algorithm, period: int, *, size: int, world_size: int, machine: Machine
 ) -> float:
-    """Predict the seconds per local step of updates of whole models, exchanged every ``period`` steps.
+    """Predict the seconds per local step if updates of whole models are exchanged every ``period`` steps.
 
     Raises:
         ConfigurationError: as for ``predict``.
@@ -147,12 +146,12 @@ def seconds_of_updates(
 
 
 def entries_at(density: float, size: int) -> int:
-    """Return the k of a density, at least 1 unless there are no elements, as ``Unit.entries`` does."""
+    """Return k for a density: at least 1 unless there are no elements, like ``Unit.entries``."""
     return min(size, max(1, round(density * size)))
 
 
 def bound_words(result: Result, job: Job) -> float:
-    """Return the lower bound in words of any algorithm with this kind of total.
+    """Return the lower bound, in words, for any algorithm with this kind of total.
 
     The bound is Ok-Topk's Theorem 3.1 for a top-k, SparCML's Lemmas 5.1 and 5.2 for a sum, and
     Lemma 5.1 for whole vectors.
@@ -173,13 +172,13 @@ class Plan:
 
     choice: str
     why: str  # one sentence
-    # the bytes per second below which some sparse candidate always beats dense; 0 if there is no
-    # such bandwidth, and None if some candidate wins at every bandwidth
+    # bytes per second below which some sparse candidate always beats dense; 0 if there is no such
+    # bandwidth, None if some candidate wins at every bandwidth
     break_even_bandwidth: float | None
     break_even_density: float | None  # k / n below which the same holds; None: up to density 1
     k: int  # entries per rank
-    dense: Prediction  # compared with all, whether or not it competes
-    table: tuple[Prediction, ...]  # all competitors, fastest first
+    dense: Prediction  # compared with all candidates, whether or not it competes
+    table: tuple[Prediction, ...]  # all candidates, fastest first
 
 
 def plan(
@@ -194,16 +193,16 @@ def plan(
     compute: float | None = None,
     unit_bytes: int | None = None,
 ) -> Plan:
-    """Choose the collective that is predicted fastest for k entries.
+    """Choose the collective with the shortest predicted time for k entries.
 
     Args:
         size: number of elements n.
         world_size: number of ranks P.
         machine: times of the links and cores.
-        candidates: algorithms; at equal times the first one wins.
+        candidates: algorithms; if times are equal, the first one wins.
         density: k / n; default 0.01 if neither k nor a budget is given.
         k: entries per rank, instead of a density.
-        budget_bytes: the maximum that a rank may send or receive per step; collectives that need more do
+        budget_bytes: the most that a rank may send or receive per step; collectives that need more do
             not compete.  Without density and k, k is the largest number that fits the budget with every
             candidate that fits at least 90 % as many entries as the best one.
         compute: seconds of a forward and backward pass; None for no overlap.
@@ -250,8 +249,8 @@ def plan(
         return max(fitting, min(1, size))
 
     if k is None and density is None and budget_bytes is not None:
-        # this is the minimum over candidates that fit nearly as many entries as the best, so that
-        # all of them compete
+        # the minimum over candidates that fit nearly as many entries as the best one, so that all of
+        # them compete
         counts = [most_entries(c, budget_bytes) for c in candidates if c.result != "whole"]
         most_of_all = max(counts, default=size)
         k = min((count for count in counts if count >= _NEARLY * most_of_all), default=most_of_all)
@@ -290,7 +289,7 @@ def plan(
 def _break_even(wins: Callable[[float], bool], low: float, high: float) -> float | None:
     """Return the value up to which sparse wins; 0 if it loses at ``low``, None if it wins at ``high``.
 
-    This searches equally spaced points on a logarithmic scale, and then halves the interval.
+    The search tries equally spaced points on a logarithmic scale, and then halves the interval.
     """
     steps = max(math.ceil(_PER_DECADE * math.log10(high / low)), 1)
     points = [low * math.pow(high / low, i / steps) for i in range(steps + 1)]
@@ -313,7 +312,7 @@ def _why(
     density: float | None,
     partners: int,
 ) -> str:
-    """Return a sentence on which candidate wins, by how much, and where another one would.
+    """Return a sentence that says which candidate wins, by how much, and where another would.
 
     ``partners`` is 1 for a single rank, and 0 if there is nothing to exchange.
     """

@@ -1,10 +1,10 @@
 """The hot loops, dispatched by the dtype and device of their tensors.
 
-Callers import from this package and never from a backend.  Float32 on the CPU goes to C++ (``native.py``)
+Callers import from this package, never from a backend.  Float32 on the CPU goes to C++ (``native.py``)
 if it was built, float32 on a GPU to Triton (``triton.py``) if it is installed, and everything else to
-PyTorch (``reference.py``).  The latter documents the functions and is their specification.  The other
-backends are bit-equal to it in integers, floats, Inf, denormals and signs; only the bits of a NaN that
-results from a sum are unspecified.
+PyTorch (``reference.py``), which documents and specifies the functions.  The other backends are
+bit-equal to it in integers, floats, Inf, denormals and signs.  Only the bits of a NaN that results from
+a sum are unspecified.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "undeal",
 ]
 
-# the number of elements from which a slow CPU kernel warrants a warning (a pass takes 1 ms)
+# number of elements above which a slow CPU kernel warrants a warning (a pass takes 1 ms)
 _LARGE: Final = 1 << 17
 
 P = ParamSpec("P")
@@ -47,14 +47,14 @@ R = TypeVar("R")
 
 
 def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the module that takes these tensors: ``native``, ``triton`` or ``reference``.
+    """Return the module that handles these tensors: ``native``, ``triton`` or ``reference``.
 
     Args:
-        tensors: the tensors that decide; without any, ``reference`` is returned.
-        dtype: the only dtype of these tensors that compiled kernels take.
+        tensors: the tensors that determine the backend; without any, it is ``reference``.
+        dtype: the only dtype of these tensors that compiled kernels accept.
     """
     on_cpu, on_cuda = bool(tensors), bool(tensors)
-    # this is called dozens of times per step, so it only reads properties and builds no sets
+    # this runs dozens of times per step, so it only reads properties and builds no sets
     for tensor in tensors:
         if tensor.dtype is not dtype:
             return reference
@@ -71,8 +71,8 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
 
 @functools.cache
 def _triton() -> Any:
-    """Return the Triton backend, which the first CUDA tensor imports, or None without Triton."""
-    # the backend is imported lazily, because processes without a GPU do not need it
+    """Return the Triton backend, imported at the first CUDA tensor, or None without Triton."""
+    # imported lazily, because processes without a GPU do not need it
     backend = importlib.import_module("sparsync.kernels.triton")
     return backend if backend.installed() else None
 
@@ -91,7 +91,7 @@ def _dispatched(
     deciding: Callable[..., Sequence[Tensor]] = lambda *arguments: arguments[:1],
     dtype: torch.dtype = torch.float32,
 ) -> Callable[P, R]:
-    """Return a function that calls the specification, or the backend chosen by ``deciding`` tensors."""
+    """Return a function that calls the backend chosen by ``deciding`` tensors, or the specification."""
     name, in_place = specification.__name__, specification.__name__.endswith("_")
 
     @functools.wraps(specification)

@@ -1,7 +1,7 @@
 """Magnitude keys: integers that order floats by magnitude, on any device.
 
-The key consists of the bits of ``|x|``, read as an integer.  Keys order finite floats like ``abs``, with
-Inf above them and NaN above Inf.  A NaN is therefore selected and noticed, never silently lost.
+The key of x consists of the bits of ``|x|``, read as an integer.  Keys order finite floats like ``abs``,
+with Inf above them and NaN above Inf.  So a NaN is selected and noticed, never silently lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["check_pair", "key_range", "magnitude_keys"]
 
-# for each dtype, the integers of the same width, and the number of bits of its mantissa
+# for each dtype, the integer dtype of the same width, and the number of mantissa bits
 _BITS = MappingProxyType(
     {
         torch.float32: (torch.int32, 23),
@@ -27,7 +27,7 @@ _BITS = MappingProxyType(
 
 
 def magnitude_keys(x: Tensor) -> Tensor:
-    """Return integers in the order of ``|x|``, in the same shape; only zero gets 0.
+    """Return integers of the same shape that order like ``|x|``; only zero gets 0.
 
     Example:
         >>> keys = magnitude_keys(torch.tensor([0.0, -2.0, 1.0, float("nan"), float("inf")]))
@@ -54,7 +54,7 @@ def _bits_of(dtype: torch.dtype) -> tuple[torch.dtype, int]:
 
 
 def check_pair(residual: Tensor, gradient: Tensor) -> None:
-    """Refuse a pair that cannot swap its contents."""
+    """Refuse vectors that cannot swap their contents."""
     kinds = [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in (residual, gradient)]
     if kinds[0] != kinds[1] or residual.dim() != 1 or not residual.is_contiguous():
         ours, theirs = (f"{[*t.shape]} x {t.dtype} on {t.device}" for t in (residual, gradient))

@@ -1,4 +1,4 @@
-"""How far weights have moved since the last exchange: one pass on a GPU, two or three elsewhere."""
+"""How far weights have moved since the last exchange: one pass on a GPU, otherwise two or three."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def move_(
     """``made = rounded(shared - shown * withheld) - weights``.
 
     Args:
-        made: 1-D, of the dtype of ``shared``; it shares no memory with the others.
-        shared: as long as ``made``, as are the others.
-        withheld: None stands for zeros.
-        weights: of any floating-point dtype; None stands for zeros.
-        shown: a factor.
+        made: the output, 1-D, with the dtype of ``shared``; shares no memory with the other tensors.
+        shared: as long as ``made``; so are all other tensors.
+        withheld: None means zeros.
+        weights: of any floating-point dtype; None means zeros.
+        shown: factor of ``withheld``.
         dtype: the dtype to which ``shared - shown * withheld`` is rounded; None for no rounding.
     """
     vectors = [made, shared, *([] if withheld is None else [withheld])]
     every = vectors if weights is None else [*vectors, weights]
-    # a product would have to be rounded as torch rounds it, which differs between devices
+    # a product would have to be rounded as in torch, which differs between devices
     simple = shown == 1.0 and {dtype or torch.float32, every[-1].dtype} <= set(_FLOATS)
     backend = backend_of(*vectors)
     if simple and backend not in (reference, native) and all(v.is_contiguous() for v in every):
@@ -56,7 +56,7 @@ def move_plainly_(
     shown: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Do as ``move_`` does, in plain PyTorch; this is the specification."""
+    """Compute the same as ``move_`` in plain PyTorch; this is the specification."""
     if withheld is None:
         made.copy_(shared)
     else:

@@ -2,11 +2,11 @@
 
 They are built when the package is installed, if there is a C++ compiler.  The instruction set is chosen
 at run time: AVX-512, AVX2, NEON, or plain C++.  The environment variable ``SPARSYNC_KERNELS`` selects
-another one, or ``torch`` to disable this module.  Passes over large vectors use up to
+another one, or disables this module with ``torch``.  Passes over large vectors use up to
 ``torch.get_num_threads()`` threads.
 
-Tensors are passed as addresses.  Arguments that would cause accesses out of bounds are refused in this
-module or in C++.  The functions for messages are the fused passes of ``wire/packed.py`` and
+Tensors are passed as addresses.  This module or C++ refuses arguments that would cause accesses out of
+bounds.  The functions for messages are the fused passes of ``wire/packed.py`` and
 ``wire/messages.py``.
 """
 
@@ -54,8 +54,8 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-# This is the version of the extension's functions, which native/module.cpp states as well.  An
-# extension built from other sources might take addresses for lengths.
+# The version of the extension's functions, which native/module.cpp states as well.  An extension built
+# from other sources might take addresses for lengths.
 _INTERFACE: Final = 10
 
 
@@ -72,16 +72,16 @@ def _load() -> Any:
     return extension
 
 
-EXTENSION: Final[Any] = _load()  # the extension module; None if there is none
+EXTENSION: Final[Any] = _load()  # the extension module, or None
 
-# elements that justify starting another thread, which takes 50 us; a pass over them takes 200 us
+# elements per additional thread, which takes 50 us to start; a pass over them takes 200 us
 _ELEMENTS_PER_THREAD: Final = 1 << 20
 # up to this size, ``find`` without a limit allocates for all elements instead of counting first
 _SMALL: Final = 1 << 14
 # from this size on, ``top`` guesses a threshold from a sample instead of counting all keys
 _SAMPLED: Final = 1 << 17
-_STRIDE: Final = 256  # one element in this many is sampled,
-_SAMPLES: Final = 1 << 12  # or more, to get at least this many samples
+_STRIDE: Final = 256  # sample one element in this many,
+_SAMPLES: Final = 1 << 12  # or more often, to get at least this many samples
 _ENTRY_BYTES: Final = (
     8,
     2,
@@ -98,7 +98,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 @functools.cache
 def chosen() -> str:
-    """Return the instruction set in use, or ``torch`` if this module is not used.
+    """Return the instruction set in use; ``torch`` if this module is not used.
 
     Raises:
         ConfigurationError: ``SPARSYNC_KERNELS`` names an instruction set that is not available.
@@ -133,7 +133,7 @@ def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None
     n = x.numel()
     searched = _address("x", x), n
     if limit is None:
-        # for few elements, allocating room for all is cheaper than a second pass
+        # for few elements, allocating room for all of them is cheaper than a second pass
         few = n <= _SMALL
         limit = n if few else EXTENSION.count(*searched, _low(key), _workers(n), chosen())
     return _collect(EXTENSION.find, searched, key, limit)
@@ -143,8 +143,8 @@ def _collect(
     kernel: Callable[..., int], vectors: tuple[int, ...], key: int, limit: int
 ) -> tuple[Tensor, Tensor] | None:
     n = vectors[-1]
-    # every thread has its own room for ``limit`` entries, which costs nothing where it is never written;
-    # C++ then joins the results
+    # every thread has its own room for ``limit`` entries, which costs nothing until it is written; C++
+    # then joins the results
     limit, workers = max(min(limit, n), 0), _workers(n)
     indices, values = empty(workers * limit, torch.int64), empty(workers * limit, torch.float32)
     ends = indices.data_ptr(), values.data_ptr()
@@ -157,19 +157,19 @@ def _workers(n: int) -> int:
 
 
 def _low(key: int) -> int:
-    """Return the key clamped to 1 .. 2^32 - 1; from 1, so zeros are never selected."""
+    """Return the key clamped to 1 .. 2^31; at least 1, so that zeros are never selected."""
     return min(max(key, 1), 1 << 31)
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Cost: for large x, a pass and a selection among about k, or six passes if the sample misleads."""
+    """Cost: for large x, one pass and a selection among about k, or six passes if the sample misleads."""
     n, address = x.numel(), _address("x", x)
     k = min(k, n)
     if k <= 0:
         return empty(0, torch.int64)
     if n >= _SAMPLED and 4 * k <= n:
-        # The guess only affects the cost: with at least k candidates the top k are among them, and with
-        # fewer, or far too many, all keys are counted.
+        # The guess only affects the cost: if there are at least k candidates, the top k are among them;
+        # if there are fewer, or far too many, all keys are counted.
         key = EXTENSION.guess(address, n, k, min(_STRIDE, n // _SAMPLES))
         candidates = find(x, key, 4 * k + _SMALL)
         if candidates is not None and candidates[0].numel() >= k:
@@ -258,7 +258,7 @@ def quantise(values: Tensor, levels: Levels) -> Tensor:
 def decode_levels_(
     into: Tensor, raw: Tensor, levels: Levels, divisor: float, *, keep: bool
 ) -> None:
-    """Decode, divide, and with ``keep`` add, in one pass."""
+    """Decode and divide, and with ``keep`` add, in one pass."""
     middle = _level_bytes(into.numel(), levels)[0]
     Codes(raw[:middle], raw[middle:], into.numel(), levels).decode_(into, 0, divisor, keep=keep)
 
@@ -267,8 +267,8 @@ def decode_levels_(
 class Codes:
     """The scales and codes of ``size`` values, which are written and read in runs.
 
-    All arguments are checked once, because a check takes as long as the codes of ten thousand
-    values.
+    All arguments are checked once, because a check takes as long as processing the codes of ten
+    thousand values.
     """
 
     def __init__(self, scales: Tensor, codes: Tensor, size: int, levels: Levels) -> None:
@@ -286,7 +286,7 @@ class Codes:
         self.table = (*levels[:3], *tables)
 
     def write_(self, values: Tensor, start: int, more: Tensor | None = None) -> None:
-        """Quantise ``values``, or their sum with ``more``, to the elements from ``start`` on."""
+        """Quantise ``values``, or their sum with ``more``, into the elements from ``start`` on."""
         n = values.numel()
         if more is not None and more.numel() != n:
             raise ConfigurationError(f"{more.numel()} values to be added to {n}")
@@ -304,7 +304,7 @@ class Codes:
         plus: Tensor | None = None,
         less: Sequence[Codes] = (),
     ) -> None:
-        """Decode the elements from ``start`` on, subtract equal levels, divide, and with ``keep`` add."""
+        """Decode elements from ``start`` on, subtract ``less``, divide; add to ``into`` if ``keep``."""
         n = into.numel()
         if plus is not None and plus.numel() != n:
             raise ConfigurationError(f"{plus.numel()} values to be added to {n}")
@@ -327,7 +327,7 @@ class Codes:
 
 
 def sum_codes_(into: Tensor, messages: Sequence[Codes], start: int, own: Tensor | None) -> None:
-    """Write the sum of runs of equal levels, plus ``own``, in one pass; the sums stay in the cache."""
+    """Write the sum of runs of several messages, plus ``own``; one pass whose sums stay in the cache."""
     n = into.numel()
     if own is not None and own.numel() != n:
         raise ConfigurationError(f"{own.numel()} values for a sum of {n}")
@@ -338,14 +338,14 @@ def sum_codes_(into: Tensor, messages: Sequence[Codes], start: int, own: Tensor 
 
 
 def _level_bytes(n: int, levels: Levels) -> tuple[int, int]:
-    """Return the bytes of the scales, and of scales and codes together."""
+    """Return the number of bytes of the scales, and of scales and codes together."""
     scales = 2 * -(-n // levels[1])
     return scales, scales - -n * levels[0] // 8
 
 
 # ---- Adam's moments ---------------------------------------------------------------------------------
 
-# the second moment's factor in the wanted step, and in the step that was made; eps; learning rate
+# factors of the second moment in the desired step and in the step that was made; eps; learning rate
 Moments = tuple[float, float, float, float]
 
 
@@ -363,7 +363,7 @@ def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) 
 # ---- exchanges of packed messages -------------------------------------------------------------------
 
 
-# the header with a count of 0, as two numbers; form and block of the values; elements per owner
+# the header with a count of 0, as two integers; form and block of the values; elements per owner
 Style = tuple[int, int, int, int, int]
 
 
@@ -378,8 +378,8 @@ def deal_and_pack(
 ) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]] | None:
     """Deal entries to owners and pack a message of at most ``stride`` bytes for each except ``rank``.
 
-    This returns a message per owner (empty for the rank itself), the values as they will arrive,
-    and the rank's own entries; or None if a share has more than ``limit`` entries.
+    Return a message per owner (empty for ``rank``), the values as they will arrive, and the rank's own
+    entries; or None if a share has more than ``limit`` entries.
     """
     nnz = values.numel()
     messages, lengths = empty(world_size * stride, torch.uint8), empty(world_size, torch.int64)
@@ -398,7 +398,7 @@ def deal_and_pack(
 def unpack_and_sum(
     messages: Sequence[Tensor], rank: int, indices: Tensor, values: Tensor, style: Style, k: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Sum messages and ``rank``'s own entries in rank order; None if a message is malformed."""
+    """Sum the messages and ``rank``'s own entries in rank order; None if a message is malformed."""
     most = max(min(k, style[-1]), 0)
     room = empty(most, torch.int64), empty(most, torch.float32)
     given = _raw(messages), rank, *_entries(indices, values), style, k
@@ -417,8 +417,8 @@ def unpack_and_undeal(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """Join the messages of all owners into a vector of ``size``; None if a message is malformed.
 
-    This returns the vector's ``k`` largest entries, and the part of them that ``rank`` delivered:
-    from the entries that it ``sent``, and from the difference between its message and its ``sums``.
+    Return the vector's ``k`` largest entries, and the part of them that ``rank`` delivered: the entries
+    that it ``sent``, plus the difference between its message and its ``sums``.
     """
     most = min(size, max(k, 0), sum(message.numel() for message in messages))
     rooms = [(empty(most, torch.int64), empty(most, torch.float32)) for _ in range(2)]
@@ -444,7 +444,7 @@ def _room(pair: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
 # ---- messages of regions -----------------------------------------------------------------------------
 
 
-# the first 8 bytes of a message with a count of 0; form (0: coo) and block of the values
+# the first 8 bytes of a message with a count of 0; the form (0: coo) and the block of its values
 Layout = tuple[int, int, int]
 Share = Tensor | tuple[Tensor, Tensor]  # a message, or indices and values
 
@@ -452,7 +452,7 @@ Share = Tensor | tuple[Tensor, Tensor]  # a message, or indices and values
 def cut_messages(
     indices: Tensor, values: Tensor, boundaries: Sequence[int], own: int, layout: Layout
 ) -> list[Tensor]:
-    """Cut entries at boundaries and write a message per region, empty for ``own``."""
+    """Cut entries at the boundaries and write one message per region; the message of ``own`` is empty."""
     # an index takes at most 33 bits plus two for its position, and every message has a header
     room = 9 * values.numel() + 32 * len(boundaries)
     out = empty(room, torch.uint8)
@@ -464,14 +464,14 @@ def cut_messages(
 def fold_messages(
     shares: Sequence[Share], layout: Layout, width: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Sum shares of a region in the given order; None if a message is malformed."""
+    """Sum the shares of a region in the given order; None if a message is malformed."""
     return _unpacked(EXTENSION.fold, shares, layout, width)
 
 
 def join_messages(
     messages: Sequence[Tensor], layout: Layout, spans: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, Tensor] | None:
-    """Join messages of ascending regions ``[start, stop)``; None if a message is malformed."""
+    """Join the messages of ascending regions ``[start, stop)``; None if a message is malformed."""
     return _unpacked(EXTENSION.join, messages, layout, list(spans))
 
 

@@ -3,7 +3,7 @@
 ``quantise_plainly`` and ``decode_plainly_`` are the specification, in PyTorch on any device.  C++
 (``native/levels_body.h``, for blocks of a multiple of 8 values) and Triton (for 2^j >= 8) are bit-equal.
 
-The highest bit of a code is its sign; the other bits are the number of its level.  Code i of b bits is at
+The highest bit of a code is the sign; the other bits are the number of the level.  Code i of b bits is at
 bit ``b i`` of the stream; bit j of a stream is bit ``j % 8`` (0 is lowest) of byte ``j // 8``.
 """
 
@@ -68,21 +68,21 @@ def top_level(bits: int) -> float:
 
 @functools.cache
 def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the thresholds, and the levels."""
+    """Return the thresholds and the levels."""
     pair = _THRESHOLDS[bits], _LEVELS[bits]
     first, second = (torch.tensor(row, dtype=torch.float32, device=device) for row in pair)
     return first, second
 
 
 def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
-    """Return bf16 scales and codes as bytes.
+    """Return the bytes of bf16 scales, then of codes.
 
-    Thresholds are multiples of a block's root mean square.  The block's scale is ``<q, x> / <q, q>`` of
-    the levels q, so the decoded block is the projection of x onto q.  A block with NaN or Inf becomes
-    NaN.
+    Thresholds are multiples of a block's root mean square.  A block's scale is ``<q, x> / <q, q>``, where
+    q is the vector of its levels, so the decoded block is the projection of x onto q.  A block with NaN
+    or Inf becomes NaN.
 
     Args:
-        values: float32 values, of any number.
+        values: any number of float32 values.
         bits: one of ``BITS``.
         block: number of values that share a scale.
         limit: the largest scale, a bf16; decoded values are at most ``top_level(bits) * limit``.
@@ -94,7 +94,7 @@ def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
 
 
 def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
-    """Quantise as ``quantise`` describes, in plain PyTorch."""
+    """Compute the same as ``quantise`` in plain PyTorch."""
     thresholds, levels = _tables(bits, values.device)
     count = values.numel()
     blocks = packing.in_blocks(values, block)
@@ -112,8 +112,8 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
         lengths = torch.full_like(peaks, block)
         lengths[-1:] -= blocks.numel() - count
         squares = sums_of_halves(scaled * scaled) / lengths
-        # the root is rounded once, from float64, because PyTorch's float32 square root may be off
-        # by one bit
+        # take the root in float64 and round once, because PyTorch's float32 square root may be off by
+        # one bit
         spread = squares.double().sqrt().float()
         number = torch.zeros_like(blocks, dtype=torch.uint8)
         for threshold in thresholds:
@@ -128,7 +128,7 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
     scales = packing.unpack_values(raw, len(blocks), packing.BF16, 1)[:, None]
     negative = (blocks < 0) & (nearest > 0)
     codes = number | negative.to(torch.uint8) << (bits - 1)
-    # blocks of zeros and of NaN have one encoding each, so equal vectors give equal bytes
+    # zeros and NaN have one encoding each, so equal vectors give equal bytes
     codes = torch.where(scales > 0, codes, 0)
     return torch.cat([raw, pack_codes(codes.view(-1)[:count], bits)])
 
@@ -145,7 +145,7 @@ def decode_(
 def decode_plainly_(
     into: Tensor, raw: Tensor, bits: int, block: int, divisor: float = 1.0, *, keep: bool = True
 ) -> None:
-    """Decode as ``decode_`` describes, in plain PyTorch."""
+    """Compute the same as ``decode_`` in plain PyTorch."""
     levels = _tables(bits, raw.device)[1]
     count, middle = into.numel(), SCALE_BYTES * -(-into.numel() // block)
     scales = packing.unpack_values(raw[:middle], middle // SCALE_BYTES, packing.BF16, 1)
@@ -156,10 +156,10 @@ def decode_plainly_(
 
 @final
 class Codes:
-    """The scales and codes of ``size`` values in memory of their own, which is written and read in runs.
+    """The scales and codes of ``size`` values, in separate memory that is written and read in runs.
 
-    A run starts at a block, and ends at a block or at the last value.  ``limit`` is the largest
-    scale that is written.
+    A run starts at a block, and ends at a block or at the last value.  ``limit`` is the largest scale
+    that is written.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Codes:
             self._native = native.Codes(scales, codes, size, self._levels_on(scales.device))
 
     def write_(self, values: Tensor, start: int, more: Tensor | None = None) -> None:
-        """Quantise float32 values, or their sum with ``more``, to the elements from ``start`` on."""
+        """Quantise float32 values, or their sum with ``more``, into the elements from ``start`` on."""
         vectors = (values,) if more is None else (values, more)
         backend = _backend_for((self,), *vectors)
         if backend is native and self._native is not None:
@@ -211,7 +211,7 @@ class Codes:
         keep: bool,
         plus: Tensor | None = None,
     ) -> None:
-        """Write ``(self - sum of less) / divisor``; with ``keep``, add ``plus`` and then this instead."""
+        """Write ``(self - sum of less) / divisor``; with ``keep``, add it and ``plus`` to ``into``."""
         messages, more = (self, *less), () if plus is None else (plus,)
         backend = _backend_for(messages, into, *more)
         if backend is native and self._native is not None:
@@ -239,7 +239,7 @@ class Codes:
     def sum_to_(into: Tensor, messages: Sequence[Codes], start: int, *own: Tensor) -> None:
         """Write the sum of messages from element ``start`` on, in their order, plus ``own``.
 
-        ``own`` are up to two vectors; the first of two may be overwritten by their sum.
+        ``own`` has at most two vectors; if it has two, their sum may overwrite the first.
         """
         backend = _backend_for(messages, into, *own)
         if backend is not None and backend is not native:
@@ -259,14 +259,14 @@ class Codes:
 
 
 def _rows(messages: Sequence[Codes], into: Tensor, start: int) -> Tensor:
-    """Return the bytes of ``into``'s elements in each message, on its device."""
-    # a rank's own messages are on its device, those of others in host memory
+    """Return each message's bytes for the elements of ``into``, a row per message, on its device."""
+    # a rank's own messages are on its device, the messages of others in host memory
     runs = [torch.cat(message.run(start, into.numel())).to(into.device) for message in messages]
     return torch.stack(runs)
 
 
 def _backend_for(messages: Sequence[Codes], *vectors: Tensor) -> Any:
-    """Return the backend that takes all of these messages and vectors, or None for the specification."""
+    """Return the backend that handles all these messages and vectors, or None for the specification."""
     first, backend = messages[0], backend_of(*vectors)
     if backend is reference or first.block % 8 or not all(v.is_contiguous() for v in vectors):
         return None
@@ -281,7 +281,7 @@ def _backend_for(messages: Sequence[Codes], *vectors: Tensor) -> Any:
 def sums_of_halves(rows: Tensor) -> Tensor:
     """Add the halves of each row until one number is left.
 
-    The order of additions is fixed; with ``sum`` it would depend on the machine and its threads.
+    This fixes the order of additions; with ``sum``, it would depend on the machine and its threads.
     """
     while rows.shape[1] > 1:
         half = (rows.shape[1] + 1) // 2
@@ -295,7 +295,7 @@ def sums_of_halves(rows: Tensor) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack the lowest 1, 2, 3, 4 or 8 bits of uint8 ``codes``, the first code lowest in its byte.
+    """Pack the lowest 1, 2, 3, 4 or 8 bits of uint8 ``codes``; a byte's first code is in its lowest bits.
 
     Example:
         >>> pack_codes(torch.tensor([1, 0, 3, 2, 1], dtype=torch.uint8), bits=2).tolist()
@@ -304,7 +304,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     count = codes.numel()
     padded = codes.new_zeros(-(-count // 8) * 8)
     padded[:count] = codes & ((1 << bits) - 1)
-    # a word has eight codes, one per byte: three rounds merge pairs, then fours, then halves
+    # a word has eight codes, one per byte: three rounds merge them into pairs, fours and eights
     words = padded.view(torch.int64)
     for width in (8, 16, 32) if bits < 8 else ():
         kept = bits * width // 8
@@ -315,7 +315,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(raw: Tensor, bits: int, count: int) -> Tensor:
-    """Return the ``count`` codes, uint8."""
+    """Return ``count`` codes as uint8."""
     padded = raw.new_zeros(-(-count // 8) * bits)
     padded[: raw.numel()] = raw
     words = raw.new_zeros(-(-count // 8), 8)

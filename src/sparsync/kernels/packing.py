@@ -3,10 +3,10 @@
 ``pack`` and ``unpack`` dispatch to C++ (``native/packing.cpp``) or Triton.  The other functions are the
 specification, in plain PyTorch on any device; both backends are bit-equal to it.
 
-Elias-Fano splits each of ``nnz`` ascending indices below ``size`` into ``low_bits`` low bits, written
-verbatim, and a high part, written as a set bit at ``high + i`` for the i-th index (the gaps between high
-parts in unary).  Bit b of the stream is bit ``b % 8`` of byte ``b // 8``.  The low bits of all entries
-come first, the unary part follows at the next bit, and zero bits fill the last byte.
+Elias-Fano splits each of ``nnz`` ascending indices below ``size`` into two parts.  The ``low_bits`` low
+bits are written verbatim.  The high part is written in unary, by its difference from the previous one:
+the i-th index sets bit ``high + i``.  Bit b of the stream is bit ``b % 8`` of byte ``b // 8``.  The low
+bits of all entries come first, the unary part follows at the next bit, and zero bits fill the last byte.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def low_bits(nnz: int, size: int) -> int:
 
 
 def index_bits(nnz: int, size: int) -> int:
-    """Return the exact number of bits of ``nnz`` indices below ``size``; it grows with ``nnz``."""
+    """Return the exact number of bits for ``nnz`` indices below ``size``; it grows with ``nnz``."""
     if nnz == 0:
         return 0
     low = low_bits(nnz, size)
@@ -74,12 +74,12 @@ def index_bits(nnz: int, size: int) -> int:
 
 
 def index_bytes(nnz: int, size: int) -> int:
-    """Return the exact bytes of ``nnz`` indices below ``size``."""
+    """Return the exact number of bytes for ``nnz`` indices below ``size``."""
     return (index_bits(nnz, size) + 7) // 8
 
 
 def value_bytes(nnz: int, form: int, block: int) -> int:
-    """Return the exact size in bytes of ``nnz`` values; int8 adds a float32 scale per ``block``."""
+    """Return the exact number of bytes for ``nnz`` values; int8 adds a float32 scale per ``block``."""
     if form == INT8:
         return nnz + 4 * -(-nnz // block)
     return nnz * (2 if form == BF16 else 4)
@@ -93,7 +93,7 @@ def pack(
 ) -> tuple[Tensor, Tensor]:
     """Return header, values and indices as one uint8 payload, and the values as the receiver sees them.
 
-    C++ requires one int64 index per value; indices ascend strictly below ``size``.
+    C++ requires one int64 index per value, and indices that ascend strictly below ``size``.
     """
     exact = to_float32(values, form)
     on = _functions(exact)
@@ -180,18 +180,17 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 
 
 def _put_(words: Tensor, at: Tensor, bits: Tensor) -> None:
-    """Combine ``bits`` (at most 32 each) with the stream by "or", in place, at bit positions ``at``."""
+    """Or ``bits`` (at most 32 each) into the stream at bit positions ``at``, in place."""
     shifted = bits << (at & 31)
     words.index_add_(0, at >> 5, shifted & _WORD)  # entries share no bits, so adding equals or-ing
     words.index_add_(0, (at >> 5) + 1, shifted >> 32)
 
 
 def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
-    """Invert ``pack_indices``; raise WireFormatError unless all bits are as that function writes them."""
+    """Invert ``pack_indices``; raise WireFormatError for bits that this function would not write."""
     low = low_bits(nnz, size)
     order = torch.arange(nnz, device=packed.device)
-    # the padding is read as unary as well, so a set bit in it is an extra index or one beyond the
-    # size
+    # read the padding as unary as well: a bit set there is an extra index, or one beyond the size
     unary = packed[nnz * low // 8 :, None] >> torch.arange(8, device=packed.device)
     ones = (unary & 1).flatten()[nnz * low % 8 :].nonzero().flatten()
     if ones.numel() != nnz:
@@ -227,9 +226,9 @@ def to_float32(values: Tensor, form: int) -> Tensor:
 def pack_values(values: Tensor, form: int, block: int) -> Tensor:
     """Pack float32 ``values`` into uint8; finite values stay finite, and nonfinite values nonfinite.
 
-    BF16 rounds to nearest, ties to even, but never up to Inf; every NaN becomes a quiet NaN.
-    INT8 writes the scales of all blocks, ``max |x| / 127`` over the block's finite values.  Then it
-    writes a code per value: ``x / scale`` rounded (ties to even), or -128 for NaN and Inf.
+    BF16 rounds to nearest, ties to even, but never up to Inf; every NaN becomes a quiet NaN.  INT8
+    writes the scales of all blocks, ``max |x| / 127`` over a block's finite values, then one code per
+    value: ``x / scale`` rounded (ties to even), or -128 for NaN and Inf.
     """
     if form == BF16:
         return _to_bf16(values).view(torch.uint8)
@@ -248,10 +247,10 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
 
 
 def _to_bf16(values: Tensor) -> Tensor:
-    """Round to bf16 in integers, as int16, because torch's own conversion gives varying NaN bits."""
+    """Round to bf16 as int16, in integers, because the NaN bits of torch's own conversion vary."""
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
-    # rounds to nearest, ties to even: add 0x7FFF, and one more if the future last bit is odd
+    # round to nearest, ties to even: add 0x7FFF, and one more if the bit that becomes the last is odd
     rounded = (magnitude + (0x7FFF + ((magnitude >> 16) & 1))) >> 16
     rounded = torch.where(magnitude < _INF, rounded.clamp(max=_LARGEST_BF16), rounded)
     rounded = torch.where(magnitude > _INF, _NAN_BF16, rounded)

@@ -1,4 +1,4 @@
-"""The hot loops in plain PyTorch: the specification that every faster kernel must match bit for bit."""
+"""The hot loops in plain PyTorch: the specification that all faster kernels match bit for bit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
     "undeal",
 ]
 
-# the number of elements that ``accumulate_`` copies at a time: one launch on a GPU, one cache-sized
-# piece on a CPU
+# number of elements that ``accumulate_`` copies at a time: one launch on a GPU, a cache-sized piece on a
+# CPU
 _BLOCK = 1 << 20
 _LOW_32 = 0xFFFFFFFF
 
@@ -36,12 +36,12 @@ def accumulate_(
 ) -> tuple[Tensor, Tensor] | None:
     """``residual, gradient = residual + gradient, residual``, in place; find elements that reach ``key``.
 
-    The swap keeps an exact undo in the gradient's memory, without a second buffer.  Both vectors are
+    The swap keeps an exact undo in the gradient's memory, without another buffer.  Both vectors are
     `[n]`, contiguous, and of the same dtype and device (otherwise ``ConfigurationError``).
 
     Returns:
-        Ascending indices and values of the new residual's elements whose ``magnitude_keys`` are at least
-        ``max(key, 1)``; None without a key, or if there are more than ``limit``.
+        Indices (ascending) and values of the new residual's elements whose ``magnitude_keys`` are at
+        least ``max(key, 1)``; None without a key, or if there are more than ``limit``.
 
     Example:
         >>> residual, gradient = torch.tensor([1.0, -4.0]), torch.tensor([0.5, 1.0])
@@ -94,7 +94,9 @@ def top(x: Tensor, k: int) -> Tensor:
     kth = torch.topk(keys, k, sorted=False).values.min().clamp(min=1)  # zeros are never selected
     positions = (keys >= kth).nonzero().flatten()
     surplus = positions.numel() - k
-    if surplus > 0:  # more elements tie at the k-th magnitude than fit: drop the highest positions
+    if (
+        surplus > 0
+    ):  # several elements tie at the k-th magnitude: drop those with the highest positions
         ties = (keys[positions] == kth).nonzero().flatten()
         keep = torch.ones(positions.numel(), dtype=torch.bool, device=x.device)
         keep[ties[ties.numel() - surplus :]] = False
@@ -111,7 +113,7 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
         [4, 2, 1]
     """
     mine, keys = magnitude_keys(values).to(torch.int64), keys.to(torch.int64).contiguous()
-    # each value reaches a number of keys, always the first ones; running sums from the end yield the
+    # the keys that a value reaches are always the first ones, so running sums from the end give the
     # counts per key
     reached = torch.searchsorted(keys, mine, right=True)
     counts = keys.new_zeros(keys.numel() + 1)
@@ -132,11 +134,11 @@ def merge(
     Args:
         streams: at least one; within each, indices are ascending and unique.
         size: all indices are in ``[0, size)``.
-        within: ascending indices; entries elsewhere are left out.
+        within: ascending indices; other entries are left out.
 
     Raises:
-        ConfigurationError: there are no streams; in C++ also if the indices of a stream, or
-            ``within``, do not ascend within ``[0, size)``.
+        ConfigurationError: there are no streams; in C++, also if the indices of a stream or ``within``
+            do not ascend within ``[0, size)``.
 
     Example:
         >>> a = torch.tensor([0, 2]), torch.tensor([1.0, 4.0])
@@ -155,8 +157,8 @@ def merge(
         streams = [(i[which], v[which]) for which, (i, v) in zip(kept, streams, strict=True)]
     union = torch.unique(torch.cat([indices for indices, _ in streams]))
     total = torch.zeros(union.numel(), dtype=streams[0][1].dtype, device=union.device)
-    # one stream is added after the other; indices are unique within a stream, so the order of
-    # additions is fixed
+    # add one stream after the other; indices are unique within a stream, so the order of additions is
+    # fixed
     for indices, values in streams:
         at = torch.searchsorted(union, indices)
         total[at] = total[at] + values
@@ -183,7 +185,7 @@ def subtract_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """``dense[indices] -= values``, in place; indices are unique.  Returns ``dense``.
 
     Raises:
-        ConfigurationError: in C++, an index is out of range; nothing was subtracted.
+        ConfigurationError: in C++, if an index is out of range; then nothing is subtracted.
     """
     dense[indices] -= values
     return dense
@@ -193,7 +195,7 @@ def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """``dense = 0; dense[indices] = values``, in place; indices ascend.  Returns ``dense``.
 
     Raises:
-        ConfigurationError: in C++, indices do not ascend within ``dense``; nothing was written.
+        ConfigurationError: in C++, if indices do not ascend within ``dense``; then nothing is written.
     """
     dense.zero_()
     dense[indices] = values.to(dense.dtype)
@@ -204,11 +206,11 @@ def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 
 
 class Dealt(NamedTuple):
-    """Elements grouped by owner, ascending within each.
+    """Elements grouped by owner, in ascending order within each group.
 
     Attributes:
-        order: `[nnz]`, their positions among the dealt elements.
-        local: `[nnz]`, their indices within their owners.
+        order: `[nnz]`, positions among the dealt elements.
+        local: `[nnz]`, indices within the owner.
         counts: number of elements of each owner.
     """
 
@@ -221,8 +223,8 @@ def deal(indices: Tensor, world_size: int) -> Dealt:
     """Deal ascending indices to owners like cards: any aligned group of P elements has P owners.
 
     Element i is in group g = i // P and belongs to owner ``(i + h(g)) mod P``, where h is a hash.  The
-    order of owners changes from group to group, so no stride of the support (a column of a matrix) hits a
-    single owner.  The element's index within its owner is g, which preserves the order.
+    order of owners changes from group to group, so a strided support (a column of a matrix) does not hit
+    a single owner.  The element's index within its owner is g, which preserves the order.
 
     Example:
         >>> deal(torch.arange(6), 3).counts
@@ -249,7 +251,7 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
 
 def _turn(group: Tensor, world_size: int) -> Tensor:
     """Hash a group's number to ``[0, world_size)``: MurmurHash3's 32-bit finaliser."""
-    # the last product scales a 32-bit number to the range without a division
+    # the last product scales the 32-bit number to the range without a division
     x = (group ^ (group >> 32)) & _LOW_32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW_32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _LOW_32

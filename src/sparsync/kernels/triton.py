@@ -1,20 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The hot loops and packing on a CUDA device, for float32, in Triton where torch's operations cost more.
 
-``reference.py`` and ``packing.py`` describe the functions; these are bit-equal to them.  If the
-length of a result depends on the data, the host waits once to read that length; it also waits once
-per message for the check of unpacked indices.  No other operation waits for the device.  Arguments
-are contiguous and on one device.
+``reference.py`` and ``packing.py`` describe the functions; these are bit-equal to them.  If the length
+of a result depends on the data, the host waits once to read it.  It also waits once per message to check
+unpacked indices.  No other operation waits for the device.  Arguments are contiguous and on one device.
 
-Functions under ``jit`` are device code.  A kernel runs as a number of programs, each on one block of
-``BLOCK`` elements; ``at`` are the positions of its elements (64 bits: vectors may have more than 2^31
-elements) and ``inside`` masks those beyond the end.  Names ending in ``_ptr`` are the addresses of
+Functions under ``jit`` are device code.  A kernel runs as many programs, each on one block of ``BLOCK``
+elements.  ``at`` are the positions of its elements (64 bits, because vectors may have more than 2^31
+elements), and ``inside`` masks positions beyond the end.  Names ending in ``_ptr`` are the addresses of
 contiguous tensors; ``bits`` are float32 elements read as int32.  No kernel depends on the order in which
 programs run: only integers are added atomically.
 
-Triton is optional: without it this module can be imported, but no kernel can be launched.  Triton
-decides at its import whether kernels are compiled or interpreted: if ``TRITON_INTERPRET=1`` is set by
-then, they run on CPU tensors, slowly, in NumPy.
+Triton is optional: without it, this module can be imported, but no kernel can be launched.  When Triton
+is imported, it decides whether kernels are compiled or interpreted: with ``TRITON_INTERPRET=1``, they
+run on CPU tensors, slowly, in NumPy.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ __all__ = [
     "warps_of",
 ]
 
-# the 31 bits of a key are four digits; a histogram of 256 counts fits the registers of a program
+# the 31 bits of a key are four digits; a histogram of 256 counts fits into the registers of a program
 _RADIX: Final = 256
 _SHIFTS: Final = (24, 16, 8, 0)
-# programs per count: enough to fill a large GPU (an H100 has 132 multiprocessors), and few enough that
+# programs per count: enough to fill a large GPU (an H100 has 132 multiprocessors), but few enough that
 # their additions to one histogram do not contend
 _COUNTING_PROGRAMS: Final = 512
 # elements per program; each of its 128 threads has four 16-byte loads of float32 in flight
@@ -78,7 +77,7 @@ if installed():
 
 
 def _blocks_of(n: int) -> int:
-    """Return the number of programs that cover n elements; if it is 0, no kernel is launched."""
+    """Return the number of programs that cover n elements; no kernel is launched if it is 0."""
     return -(-n // BLOCK)
 
 
@@ -86,14 +85,13 @@ def _launch(
     kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: int
 ) -> None:
     """Run a kernel on the device of its first argument, after earlier launches there."""
-    # there are no fused multiply-adds: products and sums are rounded separately, as in the
-    # specification
+    # without fused multiply-adds: products and sums are rounded separately, as in the specification
     with torch.cuda.device(first.device if first.is_cuda else -1):
         kernel[programs,](first, *arguments, **constants, enable_fp_fusion=False)
 
 
 def warps_of(elements: int) -> int:
-    """Return the warps for a program of this many elements, so a thread has at least 16 of them."""
+    """Return the number of warps for a program of this many elements, at least 16 per thread."""
     return min(max(elements // 512, 4), 32)
 
 
@@ -108,7 +106,7 @@ def _cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: 
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """Cost: one pass that reads and writes both; with a key, another, and one host synchronisation."""
+    """Cost: one pass that reads and writes both; with a key, another one and a host synchronisation."""
     check_pair(residual, gradient)
     n, floor = residual.numel(), max(key or 1, 1)
     counts = residual.new_empty(_blocks_of(n), dtype=torch.int32)
@@ -126,7 +124,7 @@ def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None
 def _collect(
     x: Tensor, counts: Tensor, key: int, limit: int | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Collect, in order, the elements that reach the key, given their number in each block."""
+    """Collect the elements that reach the key, in order, given their number per block."""
     n, ends = x.numel(), counts.cumsum(0)
     total = int(ends[-1]) if n else 0  # the host waits here
     if limit is not None and total > limit:
@@ -153,12 +151,12 @@ def top(x: Tensor, k: int) -> Tensor:
 
 
 def _kth(bits: Tensor, k: int) -> Tensor:
-    """Return, on the device, the k-th largest key and the number of its ties to take."""
+    """Return, on the device, the k-th largest key and how many of its ties to select."""
     n, blocks = bits.numel(), _blocks_of(bits.numel())
     programs = min(blocks, _COUNTING_PROGRAMS)
     rounds = -(-blocks // programs)
     histograms = bits.new_zeros(len(_SHIFTS), _RADIX, dtype=torch.int64)
-    # the state is the higher digits of the k-th largest key, and its rank among the keys that have
+    # the state: the higher digits of the k-th largest key, and its rank among the keys that start with
     # them
     state = bits.new_zeros(2, dtype=torch.int64)
     state[1:].fill_(k)
@@ -174,11 +172,11 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Add each stream to a dense vector, in a separate launch.
 
-    No index occurs twice within a stream, and launches run in order.  So no addition needs to be
-    atomic, and every sum is a left fold.
+    Within a stream, indices are unique, and launches run in order.  So no addition needs to be atomic,
+    and every sum is a left fold.
 
-    Cost: three passes over the ``size`` elements of the region, 4 bytes of memory for each of them; one
-    host synchronisation.
+    Cost: three passes over the ``size`` elements of the region and 4 bytes of memory for each of them;
+    one host synchronisation.
     """
     if within is not None:
         kept = [restrict(indices, within) for indices, _ in streams]
@@ -222,14 +220,14 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 
 def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
     low = packing.low_bits(nnz, size)
-    # the padding is read as unary, as in the specification
+    # read the padding as unary, as in the specification
     first, end = nnz * low, 8 * packed.numel()
     counts = packed.new_empty(_blocks_of(end - first), dtype=torch.int32)
     _cover(_count_ones, end - first, packed, counts, first, end)
     ends, indices = counts.cumsum(0), packed.new_zeros(nnz, dtype=torch.int64)
     _cover(_decode_indices, end - first, packed, ends, indices, first, end, nnz, low)
     disorder = (indices.diff() <= 0).sum() + (indices[-1:] >= size).sum()
-    # the host waits here, once for both
+    # the host waits here, once for both numbers
     ones, wrong = torch.stack([counts.sum(), disorder]).tolist()
     if ones != nnz:
         raise packing.miscounted(nnz, ones)
@@ -248,7 +246,7 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
         return packed
     rows = -(-n // block)
     scales, codes = packed[: 4 * rows].view(torch.float32), packed[4 * rows :].view(torch.int8)
-    width = 1 << (block - 1).bit_length()  # Triton's blocks are as wide as powers of two
+    width = 1 << (block - 1).bit_length()  # the width of a Triton block is a power of two
     height = max(BLOCK // width, 1)
     arguments = (values, scales, codes, n, block, _LEVELS, _LARGEST_SCALE, _NOT_FINITE)
     warps = warps_of(height * width)
@@ -285,7 +283,7 @@ def _positions(BLOCK: tl.constexpr):
 
 @jit
 def _keys(bits):
-    """Order bits of float32 like magnitudes: the specification's ``magnitude_keys``."""
+    """Return magnitude keys from the bits of float32: the specification's ``magnitude_keys``."""
     return bits & 0x7FFFFFFF
 
 
@@ -296,7 +294,7 @@ def _keys(bits):
 def _swap_accumulate(
     residual_ptr, gradient_ptr, counts_ptr, n, key, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Compute ``residual, gradient = residual + gradient, residual``; count per block from ``key`` on."""
+    """Compute ``residual, gradient = residual + gradient, residual``; count keys >= ``key`` per block."""
     at = _positions(BLOCK)
     inside = at < n
     before = tl.load(residual_ptr + at, mask=inside, other=0.0)
@@ -318,11 +316,11 @@ def _count_above(bits_ptr, counts_ptr, n, key, BLOCK: tl.constexpr):
 
 @jit
 def _compact(bits_ptr, ends_ptr, positions_ptr, values_ptr, n, key, BLOCK: tl.constexpr):
-    """Write positions and bits of elements whose key is >= ``key``; ``ends`` sums the blocks' counts."""
+    """Write positions and bits of elements with keys >= ``key``; ``ends`` are running sums of counts."""
     at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     reaching = _keys(bits) >= key
-    number = tl.cumsum(reaching.to(tl.int32), axis=0)  # 1 for the block's first
+    number = tl.cumsum(reaching.to(tl.int32), axis=0)  # 1 for the first one in the block
     start = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(reaching.to(tl.int32), axis=0)
     tl.store(positions_ptr + start + number - 1, at, mask=reaching)
     tl.store(values_ptr + start + number - 1, bits, mask=reaching)
@@ -342,10 +340,10 @@ def _count_digits(
     BLOCK: tl.constexpr,
     RADIX: tl.constexpr,
 ):
-    """Count the digits above ``SHIFT`` of the keys whose higher digits are ``state[0]``.
+    """Count the digits above bit ``SHIFT`` of the keys whose higher digits are ``state[0]``.
 
-    Each program strides over the vector, so that only a few programs add to the histogram. Keys
-    that are not candidates are counted as digit 0, whose count ``_choose_digit`` never reads.
+    Each program strides over the vector, so that only a few programs add to the histogram.  Keys that
+    are not candidates are counted as digit 0, whose count ``_choose_digit`` never reads.
     """
     at = _positions(BLOCK)
     chosen = tl.load(state_ptr)
@@ -361,7 +359,7 @@ def _count_digits(
 
 @jit
 def _choose_digit(state_ptr, histogram_ptr, RADIX: tl.constexpr):
-    """Append to ``state[0]`` the digit of the ``state[1]``-th largest candidate; count down to it."""
+    """Append the digit of the ``state[1]``-th largest candidate to ``state[0]``; update ``state[1]``."""
     chosen, wanted = tl.load(state_ptr), tl.load(state_ptr + 1)
     digits = tl.arange(0, RADIX)
     counts = tl.where(digits == 0, 0, tl.load(histogram_ptr + digits))
@@ -376,7 +374,7 @@ def _choose_digit(state_ptr, histogram_ptr, RADIX: tl.constexpr):
 
 @jit
 def _count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
-    """Count, per block, the keys above the k-th largest, ``state[0]``, and those that tie with it."""
+    """Count, per block, the keys above the k-th largest one, ``state[0]``, and those that tie with it."""
     at = _positions(BLOCK)
     keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
     kth = tl.load(state_ptr)
@@ -387,9 +385,9 @@ def _count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
 
 @jit
 def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLOCK: tl.constexpr):
-    """Write the positions of the top k, ascending, and their number.
+    """Write the positions of the top k, in ascending order, and their number.
 
-    Of the ties, the first ``state[1]`` are taken, or none if the k-th largest is zero.
+    Of the ties, take the first ``state[1]``, or none if the k-th largest key is zero.
     """
     at = _positions(BLOCK)
     keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
@@ -398,7 +396,7 @@ def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLO
     block, blocks = tl.program_id(0), tl.num_programs(0)
     larger, ties = (keys > kth).to(tl.int32), (keys == kth).to(tl.int32)
     larger_end, ties_end = tl.load(ends_ptr + block), tl.load(ends_ptr + blocks + block)
-    # the numbers of larger keys and of ties before an element, over all blocks
+    # the number of larger keys, and of ties, before an element, over all blocks
     larger_before = larger_end - tl.sum(larger, axis=0) + tl.cumsum(larger, axis=0) - larger
     ties_before = ties_end - tl.sum(ties, axis=0) + tl.cumsum(ties, axis=0) - ties
     selected = (keys > kth) | ((keys == kth) & (ties_before < taken))
@@ -412,7 +410,7 @@ def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLO
 
 @jit
 def _scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: tl.constexpr):
-    """Set ``dense[i]`` to v, add v, or subtract v (``SIGN`` 0, 1 or -1); no index occurs twice."""
+    """Set ``dense[i]`` to v, or add or subtract v (``SIGN`` 0, 1 or -1); indices are unique."""
     at = _positions(BLOCK)
     inside = at < n
     targets = dense_ptr + tl.load(indices_ptr + at, mask=inside, other=0)
@@ -429,9 +427,9 @@ def _scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: t
 
 @jit
 def _encode_indices(indices_ptr, words_ptr, n, low, unary, BLOCK: tl.constexpr):
-    """Set the low bits and the unary bit of each index, by "or", in zeroed words of 32 bits.
+    """Or the low bits and the unary bit of each index into zeroed 32-bit words.
 
-    The unary part begins at the bit ``unary``.
+    The unary part begins at bit ``unary``.
     """
     at = _positions(BLOCK)
     inside = at < n
@@ -450,7 +448,7 @@ def _encode_indices(indices_ptr, words_ptr, n, low, unary, BLOCK: tl.constexpr):
 
 @jit
 def _ones(packed_ptr, first, end, at):
-    """Read the bits ``first + at`` below ``end``; 0 beyond."""
+    """Read the bits at ``first + at`` if below ``end``; return 0 for the others."""
     inside = first + at < end
     octets = tl.load(packed_ptr + ((first + at) >> 3), mask=inside, other=0).to(tl.int32)
     return (octets >> ((first + at) & 7).to(tl.int32)) & 1
@@ -458,7 +456,7 @@ def _ones(packed_ptr, first, end, at):
 
 @jit
 def _count_ones(packed_ptr, counts_ptr, first, end, BLOCK: tl.constexpr):
-    """Count per block of bits those set in ``[first, end)``."""
+    """Count, per block of bits, the set bits in ``[first, end)``."""
     ones = _ones(packed_ptr, first, end, _positions(BLOCK))
     tl.store(counts_ptr + tl.program_id(0), tl.sum(ones, axis=0))
 
@@ -473,7 +471,9 @@ def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK
     wanted = (ones == 1) & (order < n)
     low_at = order * low
     low_bits = tl.zeros([BLOCK], tl.int64)
-    for octet in tl.static_range(5):  # 32 bits that begin within an octet end in the fifth one
+    for octet in tl.static_range(
+        5
+    ):  # 32 bits that begin in one octet end at the latest in the fifth
         place = (low_at >> 3) + octet
         octets = tl.load(packed_ptr + place, mask=wanted & (place * 8 < end), other=0).to(tl.int64)
         low_bits |= octets << (8 * octet)
@@ -484,7 +484,7 @@ def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK
 
 @jit
 def _encode_bf16(bits_ptr, packed_ptr, n, BLOCK: tl.constexpr):
-    """Round to nearest, ties to even, by integer arithmetic; never round up to Inf, and use one NaN."""
+    """Round to nearest, ties to even, in integers; never round up to Inf, and use only one NaN."""
     at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     magnitude = bits & 0x7FFFFFFF
@@ -496,7 +496,7 @@ def _encode_bf16(bits_ptr, packed_ptr, n, BLOCK: tl.constexpr):
 
 @jit
 def _decode_bf16(packed_ptr, bits_ptr, n, BLOCK: tl.constexpr):
-    """Append sixteen zero bits."""
+    """Convert bf16 to float32 by appending sixteen zero bits."""
     at = _positions(BLOCK)
     rounded = tl.load(packed_ptr + at, mask=at < n, other=0).to(tl.int32)
     tl.store(bits_ptr + at, rounded << 16, mask=at < n)
@@ -515,7 +515,7 @@ def _encode_int8(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Scale each row of ``row`` values (``row <= WIDTH``) by its largest value, and round."""
+    """Divide each row of ``row`` values (``row <= WIDTH``) by its scale, and round."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     at = rows[:, None] * row + columns[None, :]
@@ -524,14 +524,14 @@ def _encode_int8(
     magnitude = tl.abs(values)
     finite = magnitude < float("inf")
     peaks = tl.max(tl.where(finite, magnitude, 0.0), axis=1)
-    # the quotient is computed in float64 and rounded to float32, which equals rounding once: not
-    # every version of Triton divides denormal float32 exactly
+    # compute the quotient in float64 and round to float32, which equals rounding once: not every
+    # version of Triton divides denormal float32 exactly
     scales = tl.minimum((peaks.to(tl.float64) / levels).to(tl.float32), largest)
     tl.store(scales_ptr + rows, scales, mask=rows * row < n)
     divisors = tl.where(scales == 0.0, 1.0, scales)[:, None]
     scaled = (tl.where(finite, values, 0.0).to(tl.float64) / divisors).to(tl.float32)
-    # the constant is 1.5 * 2^23: a float32 that large has no fraction, so the sum is rounded, ties
-    # to even
+    # the constant is 1.5 * 2^23: a float32 that large has no fraction, so the sum is rounded to an
+    # integer, ties to even
     rounded = (scaled + 12582912.0) - 12582912.0
     codes = tl.minimum(tl.maximum(rounded, -levels), levels)
     codes = tl.where(finite, codes, not_finite).to(tl.int8)
@@ -540,7 +540,7 @@ def _encode_int8(
 
 @jit
 def _decode_int8(scales_ptr, codes_ptr, values_ptr, n, row, not_finite, BLOCK: tl.constexpr):
-    """Multiply each code with the scale of its row; the code ``not_finite`` stands for NaN."""
+    """Multiply each code by the scale of its row; the code ``not_finite`` becomes NaN."""
     at = _positions(BLOCK)
     inside = at < n
     codes = tl.load(codes_ptr + at, mask=inside, other=0)

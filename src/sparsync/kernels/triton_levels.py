@@ -14,7 +14,7 @@ from sparsync.kernels.triton import BLOCK, _cover, _launch, _positions, jit, tl,
 
 __all__ = ["decode_levels_", "quantise_"]
 
-Levels = tuple[int, int, float, Tensor, Tensor]  # as in native.py; blocks of 2^j >= 8
+Levels = tuple[int, int, float, Tensor, Tensor]  # as in native.py, with blocks of 2^j >= 8
 
 
 def quantise_(
@@ -51,7 +51,7 @@ def decode_levels_(
 ) -> None:
     """``into = terms[0] + terms[1] + (messages[0] + sign * (the sum of the others)) / divisor``.
 
-    There may be up to two terms, of which the first may be ``into``.  ``messages`` are rows of bytes.
+    There are at most two terms; the first may be ``into``.  ``messages`` are rows of bytes.
 
     Cost: one pass, in which a sum of messages stays in registers.
     """
@@ -68,7 +68,7 @@ def decode_levels_(
         TERMS=len(terms),
         MANY=count > 1,
         SIGN=sign,
-        # dividing in float64 is slow on small GPUs, and only averages are divided by more than 1 or -1
+        # dividing in float64 is slow on small GPUs, and only an average has a divisor other than 1 or -1
         DIVIDE=abs(divisor) != 1,
     )
 
@@ -86,7 +86,7 @@ def _sum_of_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constex
 
 @jit
 def _quotient(a, b):
-    """Divide float32 with a single rounding; some versions of Triton do not do so for denormals."""
+    """Divide float32 with a single rounding, which some versions of Triton do not do for denormals."""
     return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
 
 
@@ -107,7 +107,7 @@ def _quantise(
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Write a scale per row of ``WIDTH`` values, and a code per value, eight in ``BITS`` bytes."""
+    """Write a scale per row of ``WIDTH`` values and a code per value; eight codes take ``BITS`` bytes."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = at < n
@@ -142,9 +142,9 @@ def _quantise(
     scales = _quotient(products, tl.where(squares > 0.0, squares, 1.0))
     scales = tl.minimum(scales * exponents.to(tl.float32, bitcast=True), limit)
     bits = scales.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # a bf16: to nearest, ties to even
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # round to bf16: to nearest, ties to even
     bits = tl.where(peaks == 0, 0, tl.where(peaks < 0x7F800000, bits, 0x7FC0))
-    # two bytes, because a message may begin at an odd address
+    # store two single bytes, because a message may begin at an odd address
     tl.store(scales_ptr + 2 * rows, (bits & 255).to(tl.uint8), mask=rows * WIDTH < n)
     tl.store(scales_ptr + 2 * rows + 1, (bits >> 8).to(tl.uint8), mask=rows * WIDTH < n)
     negative = ((values < 0.0) & (nearest > 0.0)).to(tl.int32)
@@ -161,7 +161,7 @@ def _quantise(
 
 @jit
 def _decoded(raw_ptr, levels_ptr, at, inside, first, end, row, BITS: tl.constexpr):
-    """Return levels times scales of the elements ``at`` of a message; codes are ``raw[first:end]``."""
+    """Return level times scale of a message's elements ``at``; its codes are ``raw[first:end]``."""
     scale_at = 2 * (at // row)
     low = tl.load(raw_ptr + scale_at, mask=inside, other=0).to(tl.int32)
     high = tl.load(raw_ptr + scale_at + 1, mask=inside, other=0).to(tl.int32)
@@ -173,7 +173,7 @@ def _decoded(raw_ptr, levels_ptr, at, inside, first, end, row, BITS: tl.constexp
         word |= more.to(tl.int32) << 8
     code = (word >> ((at * BITS) & 7).to(tl.int32)) & ((1 << BITS) - 1)
     half = 1 << (BITS - 1)
-    # a unary minus would not do: Triton computes it as 0 - x, which never gives -0.0
+    # a unary minus would be wrong: Triton computes it as 0 - x, which never gives -0.0
     signs = tl.where(code >= half, -1.0, 1.0)
     return signs * tl.load(levels_ptr + (code & (half - 1))) * scales
 

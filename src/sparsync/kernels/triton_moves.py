@@ -18,7 +18,7 @@ from sparsync.kernels.triton_levels import _quotient
 
 __all__ = ["lengthen_", "move_"]
 
-# by dtype, how the kernel below reads and rounds it
+# how the kernel below reads and rounds each dtype
 _KINDS: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 
 
@@ -37,7 +37,7 @@ def move_(
         made,
         shared,
         shared if withheld is None else withheld,
-        # the interpreter has no bf16, which is the upper half of a float32
+        # the interpreter has no bf16; its bits are the upper half of a float32
         read.view(torch.int16) if read.dtype == torch.bfloat16 else read,
         n,
         WITHHELD=withheld is not None,
@@ -58,7 +58,7 @@ def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) 
 
 @jit
 def _rounded(values, KIND: tl.constexpr):
-    """Round float32 to float32, bf16 or fp16, to nearest, ties to even, as a cast in torch does."""
+    """Round float32 to float32, bf16 or fp16, to nearest, ties to even, like a cast in torch."""
     if KIND == 1:
         bits = values.to(tl.int32, bitcast=True)
         upper = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536

@@ -24,7 +24,7 @@ def check_averager(
 ) -> float:
     """Check that an averager's ``conclude`` leaves all models equal, and that their mean is preserved.
 
-    With a single rank, the model is never changed.
+    A single rank's model must never change.
 
     Args:
         make: builds an averager without a model.
@@ -33,8 +33,8 @@ def check_averager(
         preserves_mean: whether every step preserves the mean of the models.
         late: ``late(step, rank)`` returns the seconds of virtual time that a rank takes for a step.
             Ranks then do not wait for each other between steps, and schemes that do not wait average old
-            models: pass ``preserves_mean=False``.  With None, ranks begin and end averages
-            together, so no model is stale.
+            models: pass ``preserves_mean=False``.  With None, ranks begin and end averages together, so
+            no model is stale.
 
     Returns:
         The largest drift of the mean at any step, relative to the largest magnitude in the models.
@@ -49,8 +49,7 @@ def _drift(
     preserves_mean: bool,
     late: Callable[[int, int], float] | None,
 ) -> float:
-    # vectors are float64, because the check to 1e-12 is about the scheme, not about rounding in
-    # float32
+    # use float64, because the check to 1e-12 is about the scheme, not about rounding in float32
     shape = (steps, world_size, 5)
     before, after = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
 
@@ -59,7 +58,7 @@ def _drift(
         vector = slope = torch.arange(5, dtype=torch.float64)
         await averager.begin(comm, vector, 0)
         for step in range(steps):
-            vector = vector + (comm.rank + 1) * (step + 1 + slope)  # makes the ranks drift apart
+            vector = vector + (comm.rank + 1) * (step + 1 + slope)  # make the ranks drift apart
             await (comm.barrier() if late is None else comm.compute(late(step, comm.rank)))
             before[step, comm.rank] = vector
             vector = await averager.average(comm, vector, step)

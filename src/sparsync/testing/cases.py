@@ -28,10 +28,9 @@ __all__ = [
     "within",
 ]
 
-# these are one rank, powers of two, and others, because logarithmic collectives have different
-# rounds for each
+# one rank, powers of two, and other numbers, because the rounds of logarithmic collectives differ
 WORLD_SIZES = (1, 2, 3, 4, 7)
-STEPS = 3  # per case: one opens a period, one reuses its thresholds, and one more
+STEPS = 3  # per case: the first opens a period, the others reuse its thresholds
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ _SIZE = 499  # a prime: no world size divides it
 
 def noise(rank: int, world_size: int, step: int, size: int = _SIZE) -> Tensor:
     """Return independent normal entries per rank and step."""
-    # the generator is seeded, so the digests of ``exercise_*`` are equal on every transport and
-    # machine
+    # seeded, so that the digests of ``exercise_*`` are equal on every transport and machine
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(size, generator=generator)
 
@@ -73,7 +71,7 @@ def masked(rank: int, world_size: int, step: int, low: int, high: int) -> Tensor
 
 
 def own_region(rank: int, world_size: int, step: int, shift: int = 0) -> Tensor:
-    """Return noise in the even region of rank ``rank + shift``: disjoint supports."""
+    """Return noise in the even region of rank ``rank + shift``, so that supports are disjoint."""
     owner = (rank + shift) % world_size
     low, high = owner * _SIZE // world_size, (owner + 1) * _SIZE // world_size
     return masked(rank, world_size, step, low, high)
@@ -86,7 +84,7 @@ def dominating(rank: int, world_size: int, step: int) -> Tensor:
 
 def cancelling(rank: int, world_size: int, step: int) -> Tensor:
     """Return entries whose sum over ranks is zero."""
-    # ranks cancel in pairs; with an odd number of ranks, the last one contributes zeros
+    # ranks cancel in pairs; if their number is odd, the last one contributes zeros
     sign = 0.0 if rank == world_size - 1 and world_size % 2 else (-1.0) ** rank
     return sign * noise(0, world_size, step)
 
@@ -135,6 +133,6 @@ def same(a: Vector, b: Vector) -> bool:
 
 
 def digest(vector: Vector) -> str:
-    """Return 16 hex digits that differ if any bit of any element differs."""
+    """Return 16 hex digits that change with any bit of any element."""
     raw = bytes_of(vector.to_dense()).numpy().tobytes()
     return hashlib.sha256(raw).hexdigest()[:16]

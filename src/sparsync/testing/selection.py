@@ -17,7 +17,7 @@ __all__ = ["check_selector"]
 def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
     """Check a selector's order, values, zeros, NaN and saved state.
 
-    With ``exact``, it must select exactly ``min(k, nnz)`` entries when a period opens.
+    With ``exact``, the selector must select exactly ``min(k, nnz)`` entries when a period opens.
 
     Example:
         >>> from sparsync.selection import Exact
@@ -48,14 +48,14 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
             if step == 0 and exact:
                 expected = min(case.k, int((accumulated != 0).sum()))
                 assert selected.nnz == expected, f"{where}: {selected.nnz} entries, not {expected}"
-            # the second selector continues from the first's state, as after a checkpoint within a
-            # period
+            # the second selector continues from the first one's state, as after a checkpoint within
+            # a period
             second.load_state_dict(first.state_dict() if step == 0 else second.state_dict())
             if step == 1:
                 again = second.select(accumulated, case.k, step)
                 assert isinstance(again, SparseVector)
                 assert torch.equal(again.indices, selected.indices), f"{where}: reloaded differs"
-    # NaN must always be selected, because all ranks refuse a step by looking at the total
+    # a NaN must always be selected, because ranks look only at the total to refuse a step
     broken = noise(0, 1, 0)
     broken[17] = float("nan")
     for step in range(2):

@@ -32,7 +32,7 @@ def check_collective(
     """Check a collective on the simulator, for every case and world size.
 
     The collective's ``order`` determines whether sums are checked bit for bit, and its ``result``
-    whether it gets whole vectors.  With ``rounding``, no rank delivers the part that its codec
+    determines whether it gets whole vectors.  With ``rounding``, no rank delivers the part that its codec
     rounds away, and sums are checked only up to that part.
 
     Example:
@@ -109,7 +109,7 @@ async def _check_law(
             f"{where}: the total is not the sum of the delivered vectors"
         )
     else:
-        # a codec may round most of an entry away, so rounding errors are relative to the entry
+        # a codec may round most of an entry away, so rounding errors are relative to the whole entry
         scale = shares.abs().maximum(given).sum(0) + losses.abs().sum(0)
         assert within(summed - total, scale, comm.world_size), f"{where}: the sum is off"
 
@@ -126,7 +126,7 @@ async def exercise_algorithm(comm: Communicator, algorithm: Algorithm) -> list[s
             where = f"{algorithm.name}, P = {comm.world_size}, case '{case.name}', step {step}"
             gradient = case.make(comm.rank, comm.world_size, step)
             digests.append(await _check_step(comm, reducer, gradient, where))
-    # the smaller density gives k = 1, with which a NaN must still survive every cap
+    # the smaller density gives k = 1; even then, a NaN must survive every cap
     for density in (0.1, 0.001):
         await _check_refusal(comm, algorithm, density)
     return digests
@@ -145,7 +145,7 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     (average,) = await reducer.reduce([buffer])
     assert torch.equal(buffer, average.to_dense()), f"{where}: the gradient is not its average"
     after = torch.zeros_like(gradient) if kept.value is None else kept.value.clone()
-    lost = torch.zeros_like(gradient)  # the law includes parts that neither arrive nor are kept
+    lost = torch.zeros_like(gradient)  # the law includes parts that are neither delivered nor kept
     for vector in reducer.lost:
         lost = lost + vector.to_dense()
     mine = torch.stack([before + gradient, after, lost])
@@ -155,15 +155,15 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     left = accumulated.double().sum(0)
     total = average.to_dense().double() * divisor
     right = total + residuals.double().sum(0) + losses.double().sum(0)
-    # a codec may deliver more than the entry (a mean), and the residual's rounding is relative to that
+    # a codec may deliver more than the entry (a mean); the residual's rounding is relative to that
     scale = accumulated.abs().maximum(residuals.abs()).sum(0) + losses.double().abs().sum(0)
-    # there is one more rounding than in the law, because the average was divided by P
+    # one more rounding than in the law, because the average was divided by P
     assert within(left - right, scale, world_size + 1), f"{where}: mass appeared or was lost"
     return digest(average)
 
 
 async def _check_refusal(comm: Communicator, algorithm: Algorithm, density: float) -> None:
-    """Check that NaN on one rank is refused by all and leaves no trace in later steps."""
+    """Check that all ranks refuse a NaN on one of them, and that it leaves no trace in later steps."""
     case = Case("noise", 499, 40, noise)
     broken, untouched = (_reducer(comm, algorithm, case, density) for _ in range(2))
     for step in range(STEPS):

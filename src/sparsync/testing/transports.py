@@ -21,7 +21,7 @@ from sparsync.wire.coo import Coo
 
 __all__ = ["check_communicator", "check_deadline", "exercise_communicator"]
 
-_LATEST = 10.0  # seconds after a deadline: a loaded machine wakes threads late
+_LATEST = 10.0  # seconds after a deadline, because a loaded machine wakes threads late
 
 
 def check_communicator(
@@ -31,8 +31,8 @@ def check_communicator(
 ) -> None:
     """Check every call of a transport whose ranks are all in this process.
 
-    ``connect`` makes the communicators of a group with the given number of ranks; each is driven by a
-    thread and closed at the end.  With None, the simulator is checked.  For a transport between
+    ``connect`` returns the communicators of a group with the given number of ranks; a thread drives each
+    of them and closes it at the end.  With None, this checks the simulator.  For a transport between
     processes, run ``exercise_communicator`` on every rank.
 
     Raises:
@@ -61,7 +61,7 @@ def check_communicator(
 def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
     """Check that waiting for a silent rank ends with an error that names rank, step and phase.
 
-    ``connect`` makes the communicators of two ranks with a short deadline, which this check waits for.
+    ``connect`` returns the communicators of two ranks with a short deadline; this check waits for it.
 
     Raises:
         AssertionError: there is no error, it is late, or it does not name rank, step and phase.
@@ -108,7 +108,7 @@ async def exercise_communicator(comm: Communicator) -> None:
             assert block.tolist() == [r] * lengths[r], f"allgatherv, ring {ring}: block {r}"
     await _check_alltoallv(comm)
     await _check_order(comm)
-    # ranks descend, so that a rank's number in the group differs from its position in rank order
+    # descending, so that a rank's number in the group differs from its position in rank order
     members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
     shared = await Subgroup(comm, members).allgather(torch.tensor([rank]), "check")
     assert [int(t) for t in shared] == members, "a group inside is in the order given"
@@ -138,7 +138,7 @@ async def _check_order(comm: Communicator) -> None:
         return
     raw = Raw("control")
     dest, source = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    # all receives are posted before any send, because none may depend on the completion of another
+    # post all receives before any send, because none may depend on the completion of another
     receiving = [comm.irecv(source, 1, "check", raw) for _ in range(5)]
     sending = [
         comm.isend(torch.tensor([i], dtype=torch.uint8), dest, "check", raw) for i in range(5)

@@ -20,18 +20,17 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def check_codec(
     codec: Codec[SparseVector], *, contractive: bool = True, spreading: bool = False
 ) -> None:
-    """Check a codec: round trips, exact sizes, budgets, truncated messages and flipped bits, its number.
+    """Check a codec's round trips, sizes, budgets and number, and its refusal of malformed messages.
 
     ``decode`` must return ``decoded``.  For an exact dtype this is the vector itself.  Otherwise finite
     values must stay finite, nonfinite values nonfinite, and the error must not exceed the vector.
-    Bytes from the network may be anything: ``decode`` refuses every truncated message, and turns one with
-    flipped bits into ``WireFormatError`` or into a valid vector, never into another exception.
+    Bytes from the network may be anything.  ``decode`` must refuse every truncated message.  For a
+    message with flipped bits, it must raise ``WireFormatError`` or return a valid vector.
 
     Args:
         codec: the codec to check.
-        contractive: whether to require that the error does not exceed the vector, as error feedback
-            needs.
-        spreading: whether NaN or Inf may make other entries nonfinite; by default it must not.
+        contractive: whether the error must not exceed the vector, as error feedback needs.
+        spreading: whether NaN or Inf may make other entries nonfinite; by default they must not.
 
     Raises:
         AssertionError: the message names the case and the violated requirement.
@@ -43,7 +42,7 @@ def check_codec(
     number = getattr(codec, "format", None)
     fits = type(number) is int and 1 <= number <= 255
     assert fits, f"{codec!r}: format is {number!r}; choose a number from 128 to 255"
-    # a message of another codec with the same number would be decoded, not refused
+    # otherwise a message of the other codec would be decoded, not refused
     taken = [name for name, row in CODECS.items() if _takes(row, codec)]
     assert not taken, f"{codec!r}: format {number} is that of {', '.join(taken)}; choose another"
     for case in cases():
@@ -52,8 +51,8 @@ def check_codec(
             _check(codec, vector, f"{codec!r}, case '{case.name}', {dtype}", contractive)
     for dtype in _DTYPES:
         _check_extremes(codec, dtype, spreading)
-        # entries are far apart, with many at the end, because the length must not depend on their
-        # places
+        # entries are far apart, with many at the end, because the length must not depend on where
+        # they are
         indices = torch.cat([torch.tensor([0, 70_000, 140_001]), torch.arange(299_000, 299_997)])
         values = torch.ones(len(indices), dtype=dtype)
         far = SparseVector(indices, values, 300_000)
@@ -65,7 +64,7 @@ def check_codec(
 
 
 def _takes(row: Codec[Any], codec: Codec[Any]) -> bool:
-    """Return whether a row has the codec's number, but neither is a variant of the other."""
+    """Return whether a row uses the codec's number although neither is a variant of the other."""
     alike = isinstance(codec, type(row)) or isinstance(row, type(codec))
     return not alike and getattr(row, "format", None) == codec.format
 
@@ -99,7 +98,7 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
 
 
 def _check_flips(codec: Codec[SparseVector], vector: SparseVector, where: str) -> None:
-    """Check that a flipped bit is refused, or gives a vector with valid indices."""
+    """Check that a message with a flipped bit is refused, or has valid indices."""
     good = codec.encode(vector).payload
     length = good.numel()
     # the whole header, the bytes after it, and some of the rest
@@ -121,7 +120,7 @@ def _check_flips(codec: Codec[SparseVector], vector: SparseVector, where: str) -
 
 
 def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: bool) -> None:
-    """Check that NaN and Inf arrive where they were sent, because ranks refuse a step by them."""
+    """Check that NaN and Inf arrive at their own indices; ranks refuse a step because of them."""
     most = torch.finfo(dtype).max
     values = torch.tensor(
         [most, 1.0, float("inf"), -most, float("nan"), -float("inf"), 2.0], dtype=torch.float64

@@ -1,1 +1,1 @@
-"""Transports carry bytes; here are the ``Communicator`` seam, drivers of algorithms, and adapters."""
+"""Transports: how bytes reach other ranks; the ``Communicator`` interface, its drivers and adapters."""

@@ -1,8 +1,8 @@
-"""Actors answer messages while their rank computes; a host runs an actor and delivers its messages.
+"""Actors: state machines that answer messages while their rank computes.
 
-An actor is a state machine without threads, sockets or clocks: its host gives it messages and the time,
-and sends its replies.  So the same actor runs on a thread next to training (``ZmqHost``) and in the
-simulator, where every interleaving can be replayed.
+An actor has no threads, sockets or clocks: its host passes it messages and the time, and sends its
+replies.  So the same actor runs on a thread next to training (``ZmqHost``) and in the simulator, where
+every interleaving can be replayed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparsync.transports.driver import Operation
 
 __all__ = ["Actor", "Host", "HostsActors", "Reply"]
 
-Reply = Callable[[Any], None]  # ends a rank's wait for its actor with a value; called once
+Reply = Callable[[Any], None]  # called once, with the value that ends a rank's wait for its actor
 
 
 class Actor(ABC):
@@ -28,7 +28,7 @@ class Actor(ABC):
     due: float | None = None  # when to call ``tick``, on the host's clock; None: not at all
 
     def meet(self, host: Host) -> None:
-        """Set the host, which calls this before anything else."""
+        """Store the host; the host calls this before any other method."""
         self.host = host
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Actor(ABC):
 
     @abstractmethod
     def tick(self) -> None:
-        """Do the work that is due; called when the host's clock has reached ``due``."""
+        """Do the work that is due; the host calls this once its clock has reached ``due``."""
 
     @abstractmethod
     def lose(self, peer: int, reason: str) -> None:
@@ -77,7 +77,7 @@ class Host(ABC):
 
 @runtime_checkable
 class HostsActors(Protocol):
-    """A communicator that can run an actor next to each of its ranks, as needed by model averaging."""
+    """A communicator that can run an actor next to each of its ranks, as model averaging requires."""
 
     def host(self, actor: Actor) -> Host:
         """Run an actor next to this rank; this is collective."""

@@ -1,4 +1,4 @@
-"""Agreement between ranks: on facts before data moves, and on tensors, which a majority can repair."""
+"""Agreement between ranks: on facts before data moves, and on tensors that a majority can repair."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "worst",
 ]
 
-_TEXT_BYTES = 1 << 16  # bytes of a fact's value, exchanged when ranks disagree
+_TEXT_BYTES = 1 << 16  # bytes of a fact's value that ranks exchange when they disagree
 _NO_MARKS = torch.zeros(0, dtype=torch.bool)
 _NAMED = 3  # number of other ranks whose values an error shows
 _SHOWN, _BEFORE = 240, 60  # characters shown of a value; of these, before the first difference
@@ -62,16 +62,16 @@ class Outcome(NamedTuple):
 async def worst(
     comms: Sequence[Communicator], severity: int, words: str, phase: str, marks: Tensor = _NO_MARKS
 ) -> Outcome:
-    """Return the worst of all ranks' outcomes; of equally bad ones, that of the lowest rank.
+    """Return the worst outcome of all ranks; among equally bad ones, that of the lowest rank.
 
     Args:
         comms: the replicas of this part of a model and, if it is split, the parts of this replica.
         severity: severity of this rank's outcome: 0 if fine, at most 255.
         words: explanation of an outcome that is not fine.
         phase: the phase under which messages are counted.
-        marks: flags to be combined by "or", `[n]` with ``torch.bool``, equally many on every rank.
+        marks: flags to combine by "or", `[n]` with ``torch.bool``; n is the same on every rank.
 
-    Cost: an allgather of 9 + n bytes in each group; if an outcome is not fine, also that of ``texts_of``.
+    Cost: an allgather of 9 + n bytes in each group, and that of ``texts_of`` if an outcome is not fine.
     """
     place = 0
     for comm in comms:
@@ -80,11 +80,11 @@ async def worst(
         head = torch.tensor([severity, *place.to_bytes(_WORD, "little")])
         row = torch.cat([head, marks]).to(torch.uint8)
         rows = torch.stack(await comm.allgather(row, phase))
-        # among equally bad outcomes ``argmax`` takes the first, so all ranks take the same one
+        # among equal severities ``argmax`` returns the first, so all ranks choose the same outcome
         first = int(rows[:, 0].argmax())
         severity, *at = rows[first, : 1 + _WORD].tolist()
         place, marks = int.from_bytes(at, "little"), rows[:, 1 + _WORD :].amax(0)
-        if severity:  # equal on all ranks, so all of them take part in the exchange of words
+        if severity:  # equal on all ranks, so all of them take part in exchanging the explanations
             words = (await texts_of(comm, words, phase))[first]
     return Outcome(severity, place, words, marks.bool())
 
@@ -114,7 +114,7 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
             words = f"{type(caught).__name__}: {words}"
             error = CheckpointError(f"cannot {what}: {words}")
             error.__cause__ = caught
-    # outcomes are exchanged even if this rank has failed: raising at once would leave the others waiting
+    # exchange outcomes even if this rank has failed: raising at once would leave the others waiting
     failed = await worst(comms, int(error is not None), words, "checkpoint")
     if error is not None:
         raise error
@@ -140,7 +140,7 @@ async def agree(
 ) -> list[list[int]]:
     """Return every rank's ``numbers``, in rank order, if all ranks have the same facts.
 
-    Every rank must give equally many facts and numbers, in the same order.
+    Every rank must give the same number of facts and of numbers, in the same order.
 
     Args:
         comm: the group.
@@ -159,8 +159,7 @@ async def agree(
     differs = digests != digests[comm.rank]
     if not bool(differs.any()):
         return told[:, len(mine) :].tolist()
-    # if one rank sees a mismatch, all ranks see it, at the same fact, so all take part in the
-    # exchange of texts
+    # every rank sees a mismatch at the same fact, so all of them take part in the exchange of texts
     at = int(differs.any(dim=0).nonzero()[0])
     name, value = list(facts.items())[at]
     raise await _disagreement(comm, name, value, differs[:, at].nonzero().flatten().tolist())
@@ -179,7 +178,7 @@ async def _disagreement(
 
 
 def _excerpt(text: str, first: int) -> str:
-    """Return an excerpt of a text that fits into an error, around the first differing character."""
+    """Return the part of a text around the first differing character, short enough for an error."""
     start = max(0, first - _BEFORE) if len(text) > _SHOWN else 0
     end = start + _SHOWN
     return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))
@@ -190,8 +189,8 @@ async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[s
     raw = text.encode()[:nbytes].ljust(nbytes, b"\0")
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     everyone = await comm.allgather(mine, phase)
-    # The cut may have split a character.  Control characters are removed, because a peer's text
-    # ends up in this rank's terminal and logs, which would obey them
+    # The cut may have split a character.  Control characters are replaced, because a peer's text
+    # ends up in this rank's terminal and logs, which would obey them.
     texts = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="ignore") for raw in everyone]
     return ["".join(c if c.isprintable() else "?" for c in text) for text in texts]
 
@@ -199,8 +198,8 @@ async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[s
 async def texts_of(comm: Communicator, text: str, phase: str) -> list[str]:
     """Return the texts of all ranks, of any length.
 
-    Cost: an allgather of 8 bytes; unless all texts are empty, another with the size of the longest
-    text.
+    Cost: an allgather of 8 bytes; unless all texts are empty, another one that sends as many bytes
+    per rank as the longest text has.
     """
     lengths = await comm.allgather(torch.tensor([len(text.encode())]), phase)
     longest = int(max(lengths))
@@ -228,13 +227,13 @@ class Divergence:
 
     @property
     def majority(self) -> tuple[int, ...]:
-        """The ranks that agree, if they are more than half of all ranks; otherwise this is empty."""
+        """The ranks that agree if they are more than half of all ranks; otherwise empty."""
         largest = self.groups[0]
         return largest if 2 * len(largest) > sum(map(len, self.groups)) else ()
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The ranks outside the majority; all of them if there is none."""
+        """The ranks outside the majority; all ranks if there is no majority."""
         ranks = sorted(rank for group in self.groups for rank in group)
         return tuple(rank for rank in ranks if rank not in self.majority)
 
@@ -246,21 +245,21 @@ class Divergence:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a text that two tensors share only if dtype, shape and all bits are equal.
+    """Return a text that is equal for two tensors only if dtype, shape and all bits are equal.
 
-    The tensor is read as a table of 8-byte words, and the sums of its rows and of its columns are
-    hashed.  A single differing word is always detected, and so are two swapped words.  Four or more words
-    whose differences cancel in every row and every column are not.  The result does not depend on the
+    The tensor is read as a table of 8-byte words; the row sums and the column sums are hashed.  The
+    digest always detects a single differing word and two swapped words.  It misses four or more
+    words whose differences cancel in every row and every column.  The result does not depend on the
     device.
 
-    Cost: two passes over the tensor's memory; 1/1024 of it is hashed, and copied from a GPU.
+    Cost: two passes over the tensor's memory; 1/1024 of it is copied to the host and hashed.
 
     Example:
         >>> digest(torch.tensor([0.0])) == digest(torch.tensor([-0.0]))
         False
     """
     flat = bytes_of(tensor)
-    # memory from another library may start at any byte; a device's own allocator aligns it
+    # memory from another library may start at any byte; torch's own allocators align it
     if flat.storage_offset() % _WORD or (flat.is_cpu and flat.data_ptr() % _WORD):
         flat = flat.clone()
     words = flat[: flat.numel() // _WORD * _WORD].view(torch.int64)
@@ -268,7 +267,7 @@ def digest(tensor: Tensor) -> str:
     table = words[:full].view(-1, _ROW)
     rest = flat[full * _WORD :]
     # Integer sums modulo 2^64 depend neither on the order of addition nor on the device, unlike sums of
-    # floats.  The rest, less than 8 KiB, is hashed directly
+    # floats.  The rest, less than 8 KiB, is hashed directly.
     state = hashlib.blake2b(digest_size=8)
     for part in (table.sum(0), table.sum(1), rest):
         state.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -281,12 +280,12 @@ async def check_equal_parameters(
     """Check that all ranks hold the same tensors, bit for bit.
 
     Raises:
-        PeerError: raised on all ranks; names the first tensor that differs, and the ranks.
+        PeerError: on all ranks; names the first tensor that differs, and the ranks.
 
     Cost: that of ``digest``, and two allgathers, the second with 8 bytes per tensor.
     """
     digests = {f"parameter {name}": digest(tensor) for name, tensor in parameters}
-    # names come first, because ``agree`` needs equally many facts on every rank, in the same order
+    # compare the names first, because ``agree`` needs the same number of facts on every rank
     names = f"{len(digests)} with digest {_number(chr(10).join(digests)) % 2**64:016x}"
     await agree(comm, {"the names of the parameters": names})
     await agree(comm, digests)
@@ -302,8 +301,8 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
     another allgather of 8 bytes per tensor.
     """
     mine = torch.tensor([_number(digest(tensor)) for tensor in tensors.values()], dtype=torch.int64)
-    # the first comparison is of a single digest of all digests, so a check that finds no difference
-    # costs 16 bytes whatever the model's size
+    # first compare one digest of all digests, so that a check without a difference costs 16 bytes
+    # regardless of the model's size
     names = _number("\n".join(tensors))
     sums = torch.tensor([names, _number(str(mine.tolist()))])
     everyone = await comm.allgather(sums, "sentinel")
@@ -323,11 +322,11 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
 async def heal_(
     comm: Communicator, tensors: Mapping[str, Tensor], torn: Sequence[Divergence]
 ) -> None:
-    """Overwrite differing tensors in place with those of the majority; this is collective.
+    """Overwrite differing tensors in place with the majority's version; this is collective.
 
     Every divergence in ``torn`` must have a majority.
 
-    Cost: a message with the tensor to every healed rank, from the lowest rank of the majority.
+    Cost: the lowest rank of the majority sends each healed rank one message with the tensor.
     """
     for each in torn:
         tensor, source = tensors[each.name].detach(), each.majority[0]

@@ -1,6 +1,6 @@
-"""The seam between algorithms and networks: ``Communicator``, one rank's handle on a group.
+"""The interface between algorithms and networks: ``Communicator``, one rank's handle on a group.
 
-Algorithms are ``async def`` functions over these calls; ``driver`` has the drivers that resume them.
+Algorithms are ``async def`` functions over these calls; the drivers in ``driver`` resume them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def check_timeout(seconds: float, name: str = "timeout") -> float:
-    """Return a timeout in seconds; refuse one that might never expire.
+    """Return a timeout in seconds; refuse one that would never expire.
 
     Args:
         seconds: as given by the caller.
@@ -52,7 +52,7 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
         ConfigurationError: not a number in (0, 10^6], because waits must end.
     """
     # zmq waits twice the timeout for a sign of life, and libzmq stores milliseconds in 32 bits, which
-    # suffices for 2 x 10^6 s.  NaN fails both comparisons, so it is refused as well
+    # is enough for 2 x 10^6 s.  NaN fails both comparisons, so it is refused as well.
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not number or not 0 < seconds <= 1e6:
         raise ConfigurationError(
@@ -62,7 +62,7 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
 
 
 def rounds(world_size: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(skip, count)`` of every round, the widest first: ``count`` blocks go to ``rank + skip``.
+    """Yield ``(skip, count)`` for every round, widest first: ``count`` blocks go to ``rank + skip``.
 
     The counts add up to P - 1: the block of each other rank is sent once.
 
@@ -86,7 +86,7 @@ class Communicator(ABC):
         device: where payloads must be (CUDA tensors are copied to it).
         ledger: counts the traffic of all channels.
         tag: the channel of this handle's messages; see ``channel``.
-        companions: threads, actors and memories that other modules attached to this group;
+        companions: threads, actors and memories that other modules have attached to this group;
             ``close`` ends them.
         aborted: set by ``abort``; shared by all channels.
         pads: whether ``alltoallv`` pads every message to its sender's capacity.
@@ -133,15 +133,15 @@ class Communicator(ABC):
         return twin
 
     def abort(self) -> None:
-        """Make other threads' waits end soon, with an error; only ``close`` may be called afterwards.
+        """Make the waits of other threads end soon, with an error; afterwards only ``close`` is allowed.
 
-        No other method may be called while another thread is in a call.  Messages already submitted are
-        still sent.
+        While another thread is in a call, this is the only method that may be called.  Messages already
+        submitted are still sent.
         """
         self.aborted.set()
 
     def check_open(self) -> None:
-        """Refuse to start anything, or to wait, after ``abort``."""
+        """Refuse new operations and waits after ``abort``."""
         if self.aborted.is_set():
             raise ConfigurationError(
                 f"rank {self.rank}: this communicator is closed; make a new one"
@@ -177,8 +177,8 @@ class Communicator(ABC):
     def stage(self, name: str) -> Iterator[None]:
         """Book the elapsed time under a stage, one of ``ledger.STAGES``.
 
-        No time is booked twice: time booked meanwhile by inner stages, or by other units in flight, is
-        excluded.
+        No time is booked twice: the time that inner stages, or other units in flight, have booked
+        meanwhile is subtracted.
         """
         start, booked = self.now, self.ledger.booked
         try:
@@ -188,7 +188,7 @@ class Communicator(ABC):
             self.ledger.spent(name, max(self.now - start - elsewhere, 0.0))
 
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
-        """Account for summing a message of ``nbytes``; this takes virtual time in the simulator only."""
+        """Account for summing a message of ``nbytes``; this takes time only in the simulator."""
         return Finished()
 
     # ---- point to point ------------------------------------------------------------------------
@@ -224,15 +224,15 @@ class Communicator(ABC):
     async def allreduce(
         self, tensor: Tensor, phase: str, op: ReduceOp = "sum", *, in_place: bool = False
     ) -> Tensor:
-        """Reduce element-wise over ranks; any shape and dtype.  Return a new tensor, equal on all ranks.
+        """Return the element-wise reduction over ranks, equal on all of them; any shape and dtype.
 
         With ``in_place``, ``tensor``, which must be contiguous, is overwritten and returned; after an
         error, part of it may be overwritten.
 
         This is a reduce-scatter, then an allgather: 2 ceil(log2 P) messages per 2 MiB, and
-        2 n (P - 1) / P elements.  A piece of 2 MiB consists of the same columns of all blocks.  So every
-        element is summed in the order given by its block, regardless of the number of pieces, and the
-        buffer stays small.
+        2 n (P - 1) / P elements.  A piece of 2 MiB consists of the same columns of all blocks.  So the
+        order in which an element is summed depends only on its block, not on the number of pieces, and
+        the buffer stays small.
         """
         world_size, size = self.world_size, tensor.numel()
         operations: dict[ReduceOp, Callable[..., Tensor]]
@@ -247,8 +247,8 @@ class Communicator(ABC):
         for start in range(0, max(width, 1), max(step, 1)):
             columns = slice(start, min(start + step, width))
             blocks, end = buffer[:, : columns.stop - start], last[columns]
-            # ``in_place`` is safe: input is read and output written piece by piece, and no column is read
-            # again after it was written
+            # ``in_place`` is safe: input is read and output written piece by piece, and no column is
+            # read again after it was written
             blocks[:full] = given[:, columns]
             blocks[full:].zero_()  # padding, which is reduced as well but never copied out
             blocks[full : full + 1, : end.numel()] = rest[columns]
@@ -262,9 +262,9 @@ class Communicator(ABC):
     ) -> None:
         """Allreduce `[P, width]`, in place."""
         world_size = self.world_size
-        # This is the reduce-scatter.  Block r is summed along a tree determined by P and r, not by
-        # the order of arrival.  Only rank r has the sum, and the allgather copies it, so all ranks
-        # get the same bits
+        # This is the reduce-scatter.  P and r determine the tree along which block r is summed, not the
+        # order of arrival.  Only rank r has the sum, and the allgather copies it, so all ranks get the
+        # same bits.
         for skip, count in rounds(world_size):
             theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)
             for i, block in enumerate(theirs):

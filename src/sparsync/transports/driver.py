@@ -1,8 +1,8 @@
 """Drive coroutines over operations: to the end, side by side, or on a background thread.
 
-Algorithms are ``async def`` functions over a communicator's calls, and independent of their driver.
-Every driver, including the simulator, resumes them through ``Task``.  A failed operation raises its error
-at the ``await`` that waits for it, where the algorithm may handle it.
+Algorithms are ``async def`` functions over a communicator's calls, and do not depend on their driver.
+Every driver, including the simulator, resumes them through ``Task``.  If an operation fails, its error
+is raised at the ``await`` that waits for it, where the algorithm may handle it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = [
 T = TypeVar("T")
 
 _PATIENCE = 0.001  # seconds between checks for a new job while others are in flight
-_LONG = 0.1  # seconds between checks of the younger members when no new one may start
+_LONG = 0.1  # seconds between checks of younger coroutines when no new one may start
 _MOST = 64  # coroutines in flight on an engine; every check runs Python code for each of them
-_IDLE = 0.05  # seconds in which an engine without work ends by itself
-# Seconds for an engine's thread to leave its current call.  Together with the second that an aborted
-# communicator takes to close, a process ends within 5 s (``benchmarks/exits.md``)
+_IDLE = 0.05  # seconds in which an engine without work ends on its own
+# Seconds for an engine's thread to leave its current call.  An aborted communicator takes another second
+# to close, so a process ends within 5 s (``benchmarks/exits.md``).
 _LAST = 3.5
 
 
@@ -50,13 +50,13 @@ class Operation(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until it is done (real transports); raise a ``CommunicationError`` if it fails."""
+        """Block until the operation is done; raise a ``CommunicationError`` if it fails."""
 
     def poll(self, seconds: float) -> bool:
         """Wait at most ``seconds``, which may be 0; return whether it is done; raise like ``wait``.
 
-        A transport that cannot check without waiting returns False for 0 seconds, and otherwise
-        waits to the end.
+        A transport that cannot check without waiting returns False if ``seconds`` is 0, and otherwise
+        waits for the end.
         """
         if not self.done and seconds > 0:
             self.wait()
@@ -70,7 +70,7 @@ class Operation(ABC):
 
 @final
 class Finished(Operation):
-    """An operation that needed no network."""
+    """An operation that is already done, because it needed no network."""
 
     def __init__(self, result: Any = None) -> None:
         self.done, self.result = True, result
@@ -89,7 +89,7 @@ class Task(Generic[T]):
         self.program, self.ended = program, False
 
     def resume(self, error: BaseException | None = None) -> None:
-        """Run to the next wait or the end; ``error`` is raised at the current wait.
+        """Run to the next wait or to the end; ``error`` is raised at the current wait.
 
         Raises:
             BaseException: any error that the coroutine does not handle.
@@ -104,8 +104,8 @@ class Task(Generic[T]):
 
     def advance(self, seconds: float | None) -> bool:
         """Wait for the operation, at most ``seconds``; return whether the coroutine was resumed."""
-        # a failed wait resumes the coroutine as well, with the error raised at its ``await``, where the
-        # algorithm may handle it
+        # A failed wait resumes the coroutine as well: the error is raised at its ``await``, where the
+        # algorithm may handle it.
         error = None
         try:
             if seconds is None:
@@ -132,10 +132,10 @@ class Flight:
     """Coroutines in flight together, in the order in which they were started.
 
     The driver blocks only on the *oldest* member.  All ranks start their members in the same order, so
-    the oldest always finds its peers in the same member.  There is no deadlock, even on a transport that
-    cannot check whether a message has arrived.
+    the oldest member always finds its peers waiting in the same one.  Hence there is no deadlock, even
+    on a transport that cannot check whether a message has arrived.
 
-    An error that a member does not handle ends the flight, and the other members are closed.
+    An error that a member does not handle ends the flight and closes the other members.
     """
 
     def __init__(self) -> None:
@@ -147,17 +147,17 @@ class Flight:
     def start(
         self, program: Coroutine[Operation, None, Any], finish: Callable[[Any], None]
     ) -> None:
-        """Run ``program`` to its first wait; ``finish(result)`` is called at its end."""
+        """Run ``program`` to its first wait; call ``finish(result)`` at its end."""
         member = Task(program), finish
         self._members.append(member)
         self._move(member, member[0].resume)
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Wait for the oldest, at most about ``seconds``; advance all members as far as possible."""
+        """Wait for the oldest member, at most about ``seconds``; advance all as far as possible."""
         for member in list(self._members):  # copied, because members that end are removed
             step = member[0].advance
-            # Only the first wait of the oldest may block.  The younger ones are polled: a wait for one of
-            # them might need a peer that is still waiting for this rank in an older one
+            # Only the first wait of the oldest member may block.  Younger members are polled: a wait in
+            # one of them might need a peer that is still waiting for this rank in an older one.
             while not member[0].ended and self._move(member, partial(step, seconds)):
                 seconds = 0.0
             seconds = 0.0
@@ -165,7 +165,7 @@ class Flight:
     async def turn(self) -> None:
         """Await the operation that the oldest member is waiting for, then advance all.
 
-        This lets a coroutine drive a flight, in the simulator as well, where nothing may block.
+        With this, a coroutine can drive a flight, even in the simulator, where nothing may block.
         """
         oldest = self._members[0]
         try:
@@ -194,7 +194,7 @@ class Flight:
 
 
 async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]:
-    """Run coroutines side by side, started in the order given; return their results in that order.
+    """Run coroutines side by side, started in the given order; return their results in that order.
 
     Example:
         >>> async def one(): return 1
@@ -211,8 +211,8 @@ async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]
             await flight.turn()
     finally:
         flight.close()
-        # if one program failed at its start, later ones never started, and Python warns of
-        # coroutines that are never awaited
+        # if a program failed at its start, later ones never started; close them, because Python warns
+        # of coroutines that are never awaited
         for program in programs:
             program.close()
     return [results[i] for i in range(len(programs))]
@@ -225,7 +225,7 @@ class Abortable(Protocol):
         """End the waits of other threads with an error; only ``close`` is legal from now on."""
 
     def close(self) -> None:
-        """Release resources; no thread may be waiting in it any more."""
+        """Release resources; no other thread may still be waiting."""
 
 
 @final
@@ -236,14 +236,14 @@ class Engine:
     callable runs once everything before it has ended.  No job waits inside a callback of another job's
     future, because that deadlocks gloo.
 
-    An engine that is dropped, or still exists at process exit, ends at once, because nothing can use the
-    results any more.  The thread must end before the interpreter does, which would otherwise stop it
-    inside native code: gloo's then calls ``std::terminate``, and libzmq aborts when its sockets are
+    An engine ends at once when it is dropped or the process exits, because nothing can use its results
+    any more.  Its thread must end before the interpreter does.  Otherwise the interpreter would stop it
+    inside native code: gloo would call ``std::terminate``, and libzmq would abort when its sockets are
     closed.
 
     Args:
-        name: of the thread.
-        comms: communicators used by the jobs.  They are aborted if jobs have to end, and then closed.
+        name: name of the thread.
+        comms: communicators that the jobs use.  If the jobs must end, they are aborted and then closed.
             The engine keeps them alive, so they must not keep the engine alive.
 
     Example:
@@ -256,14 +256,14 @@ class Engine:
     def __init__(self, name: str, comms: Sequence[Abortable] = ()) -> None:
         self._jobs: _Jobs = SimpleQueue()
         over = threading.Event()
-        # the target is a function, not a method, because the thread would keep a method's engine
-        # alive, so the engine could never be dropped
+        # the target is a function: a bound method would keep the engine alive, so that it could never
+        # be dropped
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, over), name=f"sparsync-{name}", daemon=True
         )
         self._thread.start()
         # A finalizer runs once: when the engine is dropped, at exit, or when called like a method.  None
-        # of its arguments may refer to the engine
+        # of its arguments may refer to the engine.
         self.end = weakref.finalize(
             self, _end, self._jobs, over, self._thread, tuple(comms), os.getpid()
         )
@@ -275,15 +275,15 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine's thread runs and is not this one, so that it may use the communicators."""
+        """Whether another thread, the engine's, is running and may use the communicators."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:
         """Queue a job; the future gets its result or its exception.
 
-        If a coroutine fails, those in flight with it fail with the same exception.
+        If a coroutine fails, the ones in flight with it fail with the same exception.
         """
-        # the job would never run, and its future would wait forever
+        # on a thread that has ended, the job would never run, and its future would wait forever
         if not self._thread.is_alive():
             if isinstance(job, Coroutine):
                 job.close()
@@ -297,11 +297,11 @@ class Engine:
     def close(self, patience: float | None = None) -> None:
         """Finish the queued jobs, then end the thread.
 
-        After ``patience`` seconds, ``end`` breaks off the remaining jobs.  When a job calls this on the
-        thread itself, it returns at once, and the thread ends after the queued jobs.
+        After ``patience`` seconds, ``end`` breaks off the remaining jobs.  If a job calls this on the
+        engine's own thread, the call returns at once, and the thread ends after the queued jobs.
         """
         self._jobs.put(None)
-        # a thread cannot join itself: an engine's owner may be garbage-collected during one of its jobs
+        # a thread cannot join itself: the garbage collector may finalize the owner during a job
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)
             self.end()
@@ -320,7 +320,7 @@ _Jobs = SimpleQueue[tuple[Any, Future[Any]] | None]  # None marks the end
 
 
 def _work(jobs: _Jobs, over: threading.Event) -> None:
-    """Do jobs until the end mark, or until ``over`` is set."""
+    """Run jobs until the end mark, or until ``over`` is set."""
     flight, flying = Flight(), list[Future[Any]]()
 
     def guarded(step: Callable[[], None]) -> None:
@@ -340,15 +340,15 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
         flying[:] = [future for future in flying if not future.done()]
 
     while True:
-        # with coroutines in flight the queue is only polled: the time is spent waiting for the oldest one
+        # with coroutines in flight, only poll the queue, and spend the time waiting for the oldest one
         try:
             item = jobs.get(block=not flight)
         except Empty:
             guarded(partial(flight.advance, _PATIENCE))
             continue
         coroutine = item is not None and isinstance(item[0], Coroutine)
-        # a callable, such as the commit of a step, waits for everything before it; a coroutine only waits
-        # for room
+        # a callable, such as the commit of a step, waits for everything before it; a coroutine waits
+        # only for room
         while flight and (not coroutine or len(flight) >= _MOST):
             guarded(partial(flight.advance, _LONG))
         if item is None:
@@ -376,13 +376,13 @@ def _end(
     comms: Sequence[Abortable],
     pid: int,
 ) -> None:
-    """End an engine's thread, whatever it waits for.  Not a method: it runs when the engine is gone."""
-    # a forked child inherits the memory but not the thread; the connections belong to its parent
+    """End an engine's thread, whatever it waits for; a function, because the engine is gone by then."""
+    # a forked child inherits the memory but not the thread; the connections belong to the parent
     if not thread.is_alive() or os.getpid() != pid:
         return
     # The order matters.  The flag comes first, because a thread that wakes checks it before continuing.
-    # Then ``abort``, the one call that another thread may make, ends the waits.  Sockets are closed last,
-    # when no thread can be inside libzmq any more
+    # Then ``abort``, the one call that is allowed from another thread, ends the waits.  Sockets are
+    # closed last, when no thread can be inside libzmq any more.
     over.set()
     jobs.put(None)
     if threading.current_thread() is thread:  # a job held the last reference; it ends first
@@ -399,12 +399,12 @@ def _end(
 
 
 def close_at_exit(owner: Any) -> None:
-    """Call ``owner.close()`` at process exit, if the owner, which has a thread, is still alive.
+    """Call ``owner.close()`` at process exit if the owner, which has a thread, is still alive.
 
     The owner created last is closed first, because it may use earlier ones.
     """
     # A strong reference as argument would keep the owner alive until the end.  If the owner is dropped
-    # earlier, the finalizer runs, finds nothing, and is done
+    # earlier, the finalizer runs, finds nothing and does nothing.
     weakref.finalize(owner, _close, weakref.ref(owner), os.getpid())
 
 

@@ -19,7 +19,7 @@ __all__ = ["SoloCommunicator", "SoloHost", "Subgroup"]
 
 @final
 class Subgroup(Communicator):
-    """Some ranks of a parent communicator, renumbered; shares its links and its ledger."""
+    """Some ranks of a parent communicator, renumbered; it shares the parent's links and ledger."""
 
     def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:
         if parent.rank not in ranks or len(set(ranks)) != len(ranks):
@@ -28,8 +28,8 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        # the parent's channel and event are shared, so messages of both are in one order, and an
-        # abort of either ends the waits of both
+        # share the parent's channel and event: messages of both then have one order, and an abort of
+        # either ends the waits of both
         self.tag, self.aborted = parent.tag, parent.aborted
 
     def abort(self) -> None:
@@ -38,8 +38,8 @@ class Subgroup(Communicator):
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""
-        # the channel is looked up by tag on every call, because ``Subgroup.channel`` copies this
-        # handle but not ``parent``
+        # look the channel up by tag on every call, because ``Subgroup.channel`` copies this handle but
+        # not ``parent``
         return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
@@ -79,7 +79,7 @@ class SoloCommunicator(Communicator):
 
 @final
 class SoloHost(Host):
-    """Calls the actor of a world of one synchronously; it receives no messages."""
+    """Calls the actor of a single process synchronously; the actor receives no messages."""
 
     rank, world_size = 0, 1
 
@@ -95,10 +95,10 @@ class SoloHost(Host):
         function()
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Call the function at once, and expect the reply at once."""
+        """Call the function at once; the actor must reply before the call returns."""
         answers: list[Any] = []
         function(answers.append)
-        # an actor replies when messages arrive or time passes; neither happens here, so a wait would
+        # an actor replies when messages arrive or time passes; here neither happens, so a wait would
         # never end
         if not answers:
             raise DeadlockError(f"{where()} waits for itself")

@@ -1,7 +1,7 @@
-"""The network interfaces of this machine, and which of them ``GLOO_SOCKET_IFNAME`` selects.
+"""The network interfaces of this machine, and the ones that ``GLOO_SOCKET_IFNAME`` selects.
 
-The variable may hold comma-separated names and addresses, and like NCCL's variable prefixes ("eth"),
-exact names ("=eth0"), and exclusions ("^lo,docker0"). gloo itself accepts only names.
+The variable may hold comma-separated names and addresses.  Like NCCL's variable, it may also hold
+prefixes ("eth"), exact names ("=eth0") and exclusions ("^lo,docker0").  gloo itself accepts only names.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Interface:
 
     Args:
         name: the name shown by ``ip link``.
-        addresses: IPv4 addresses first, then IPv6 addresses, link-local ones last with their ``%name``.
+        addresses: IPv4 addresses first, then IPv6 addresses; link-local ones last, with ``%name``.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Interface:
 
     @property
     def far_addresses(self) -> tuple[str, ...]:
-        """Its addresses, without those of the machine's own loopback."""
+        """Its addresses if other machines can reach it; empty for a loopback interface."""
         return () if self.loopback else self.addresses
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Interface:
 
 @final
 class _Ifaddrs(ctypes.Structure):
-    """An item of the list that ``getifaddrs`` returns."""
+    """An element of the list that ``getifaddrs`` returns."""
 
     _fields_ = (
         ("next", ctypes.c_void_p),
@@ -133,7 +133,7 @@ def family_of(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether a text is a loopback address; a name is not.
+    """Return whether a text is a loopback address; False for a name.
 
     Example:
         >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("10.0.0.1"), is_loopback("eth0")
@@ -170,13 +170,13 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
     parts = [part.strip() for part in value.removeprefix("^").split(",") if part.strip()]
     found, wrong = list[Interface](), ""
     if excludes:
-        # a machine may lack excluded interfaces, and excluding all others does not mean asking for
-        # loopback
+        # a machine may lack excluded interfaces; excluding all others does not mean that loopback is
+        # wanted
         left = [one for one in present if not any(_matches(part, one) for part in parts)]
         found = [one for one in left if one.addresses and not one.loopback]
     for part in () if excludes else parts:
         matched = [one for one in present if _matches(part, one)]
-        # of a name's beginning, only those that can be used; a full name is what was asked for
+        # for a prefix, take only usable interfaces; a full name is what the user asked for
         found += [one for one in matched if one.addresses] if len(matched) > 1 else matched
         wrong = wrong or ("" if matched else part)
     if not found or wrong:
@@ -205,7 +205,7 @@ def _numbered(prefix: str, name: str) -> re.Match[str] | None:
 
 
 def address_to(host: str) -> str | None:
-    """Return this machine's address on the route to a host, or None without such a host or route."""
+    """Return this machine's address on the route to a host; None if there is no such host or route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -230,9 +230,9 @@ def usual_address(present: Sequence[Interface]) -> str | None:
 
 @contextmanager
 def listening_on(names: str | None) -> Iterator[None]:
-    """Let gloo's new groups listen on these interfaces, or on gloo's own choice if None.
+    """Make gloo's new groups listen on these interfaces; with None, gloo chooses.
 
-    gloo reads the variable when a group is made, and ``new_group`` has no argument for it (2.13).
+    gloo reads the variable when a group is created; ``new_group`` has no argument for it (torch 2.13).
     """
     before = os.environ.get(VARIABLE)
     if names is not None:

@@ -37,12 +37,12 @@ __all__ = [
 
 Launcher = Literal["torchrun", "mpi", "slurm"]
 
-# The variables in which launchers pass a process its rank, the world size, and its rank on this host.
-# The innermost launcher comes first, because torchrun started by srun has the variables of both
+# The variables that tell a process its rank, the world size, and its rank on this host, by launcher.  The
+# innermost launcher comes first, because torchrun started by srun has the variables of both.
 _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # these are the variables of Open MPI; of MVAPICH2; of MPICH, Intel MPI and srun --mpi=pmi2; and
-    # of srun --mpi=pmix
+    # the variables of Open MPI; of MVAPICH2; of MPICH, Intel MPI and srun --mpi=pmi2; and of
+    # srun --mpi=pmix
     ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -66,10 +66,10 @@ class Placement:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
-    """Return the position of this process, from the variables that its launcher has set.
+    """Return the position of this process, read from the variables that its launcher has set.
 
-    The innermost launcher counts: torchrun's ranks may be started by srun or mpiexec, and mpiexec's
-    by srun.  Slurm's batch script is not a rank, but the processes that it starts by ``srun`` are.
+    The innermost launcher counts: srun or mpiexec may start torchrun's ranks, and srun may start
+    mpiexec's.  Slurm's batch script is not a rank, but the processes that it starts with ``srun`` are.
 
     Returns:
         None if no launcher started this process.
@@ -83,7 +83,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
         (2, 4, 'mpi')
     """
     environ = os.environ if environ is None else environ
-    # sbatch also sets SLURM_PROCID in its script, where no step exists yet
+    # sbatch also sets SLURM_PROCID in its script, where no job step exists yet
     in_script = "SLURM_SUBMIT_DIR" in environ and "SLURM_STEP_ID" not in environ
     for launcher, *names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ and not (launcher == "slurm" and in_script):
@@ -115,7 +115,7 @@ def first_host(nodes: str) -> str:
         >>> first_host("node[003-005,9],login1"), first_host("a1,b2"), first_host("r[1-2]n[07,9]-ib")
         ('node003', 'a1', 'r1n07-ib')
     """
-    # the first comma outside of brackets ends the first item; the first number of each bracket counts
+    # the first comma outside brackets ends the first item; of each bracket, only the first number counts
     part = re.match(r"(?:[^,\[\]\s]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
     if part is None:
         raise ConfigurationError(
@@ -132,7 +132,7 @@ def connect_mpi(timeout: float = 300.0) -> Communicator:
         ConfigurationError: mpi4py or MPI is missing, or MPI does not know the launcher's ranks.
     """
     here, comm = detect(), MpiCommunicator(timeout=timeout)
-    # under another MPI's mpiexec, every process would be alone in its world, and train alone
+    # under another MPI's mpiexec, every process would be alone in its world and train on its own
     if here is not None and (here.rank, here.world_size) != (comm.rank, comm.world_size):
         comm.close()
         raise ConfigurationError(
@@ -143,11 +143,11 @@ def connect_mpi(timeout: float = 300.0) -> Communicator:
 
 
 def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Placement:
-    """Initialise ``torch.distributed`` in every rank of a torchrun, mpiexec or srun.
+    """Initialise ``torch.distributed`` in every rank started by torchrun, mpiexec or srun.
 
     Rank 0 listens at MASTER_ADDR and MASTER_PORT if both are set.  Otherwise, under MPI, it listens on
-    its own host and a free port, distributed by mpi4py; under Slurm, on the job's first host and a port
-    derived from the job's number.
+    its own host at a free port, which mpi4py distributes.  Under Slurm, it listens on the job's first
+    host at a port derived from the job's number.
 
     Args:
         backend: the backend of the default group.
@@ -191,8 +191,8 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
 def _listening(store: Store, here: Placement, timeout: float) -> AbstractContextManager[None]:
     """Return a context in which gloo listens where all ranks can reach it.
 
-    gloo accepts names only, would listen on loopback if the machine's own name is 127.0.1.1, and has
-    errors, some of them after minutes, that mention neither the variable nor the interfaces.
+    gloo accepts only names, and listens on loopback if the machine's own name maps to 127.0.1.1.  Some
+    of its errors come after minutes, and none mentions the variable or the interfaces.
     """
     cards = convene(
         store,
@@ -209,18 +209,17 @@ def _listening(store: Store, here: Placement, timeout: float) -> AbstractContext
 def destroy_process_group() -> None:
     """Leave ``torch.distributed`` at the end of a program.
 
-    gloo's threads release the tensors of the last call a moment after that call has returned, and
-    need the interpreter for it.  If the interpreter is about to exit, the process aborts
-    ("terminate called without an active exception").  The threads end with the last reference to
-    their group, so this function collects references left in cycles; keep no such references
-    yourself.
+    gloo's threads release the tensors of the last call shortly after that call has returned, and need
+    the interpreter for it.  If the interpreter is already exiting, the process aborts ("terminate
+    called without an active exception").  The threads end with the last reference to their group.  So
+    this function collects references in cycles; keep no other reference to the group yourself.
     """
     dist.destroy_process_group()
     gc.collect()
 
 
 def _meet(here: Placement, timeout: float) -> Store:
-    """Return the job's store, which rank 0 serves, or under torchrun one of its agents."""
+    """Return the job's store; rank 0 serves it or, under torchrun, one of torchrun's agents."""
     if here.launcher == "torchrun":
         served, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         served.set_timeout(timedelta(seconds=timeout))
@@ -256,7 +255,7 @@ def _meet(here: Placement, timeout: float) -> Store:
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
-    """Return the port of a job step: the same in all of its tasks, but another one in the next job.
+    """Return the port of a job step: equal in all of its tasks, but different in the next job.
 
     It is below 32,768, where Linux starts its ephemeral ports.
     """

@@ -22,13 +22,13 @@ __all__ = ["STAGES", "Framing", "Ledger", "Parts", "Raw", "Several", "Traffic", 
 
 C = TypeVar("C", bound="_Counts")
 
-# stages of a step (RedSync, Figure 10; its "mask" is our first two: correcting momentum and adding
-# gradients, and removing delivered entries from residual and velocity)
+# The stages of a step (RedSync, Figure 10).  Its "mask" is our first two: correcting momentum and adding
+# gradients, and removing delivered entries from residual and velocity.
 STAGES = ("accumulate", "mask", "select", "pack", "communicate", "unpack")
 
 
 class _Counts:
-    """A dataclass of counts, which adds field by field."""
+    """A dataclass of counts; instances add field by field."""
 
     def __add__(self: C, other: C) -> C:
         return type(self)(*map(add, vars(self).values(), vars(other).values()))
@@ -54,7 +54,7 @@ class Parts(_Counts):
 
 
 class Framing(ABC):
-    """The length of payloads, and their parts.
+    """How to find the length of a payload and its parts.
 
     Attributes:
         variable: the receiver knows only an upper bound of the length in advance.
@@ -90,7 +90,7 @@ class Raw(Framing):
 
 @final
 class Several(Framing):
-    """Consecutive messages, each at most as long as its capacity, or exactly if lengths are fixed."""
+    """Consecutive messages; each is as long as its capacity or, with ``variable``, at most that long."""
 
     def __init__(self, framing: Framing, capacities: Sequence[int]) -> None:
         self.framing, self.capacities, self.variable = framing, capacities, framing.variable
@@ -100,8 +100,8 @@ class Several(Framing):
         blocks, at = [], 0
         for capacity in self.capacities:
             length = self.framing.length(buffer[at:]) if self.variable else capacity
-            # the length is checked, because slicing would silently truncate a message that is too
-            # long, and a wrong length must not shift all later messages
+            # check the length, because slicing would silently truncate a message that is too long, and
+            # a wrong length would shift all later messages
             if length > min(capacity, buffer.numel() - at):
                 raise WireFormatError(
                     f"a message claims {length} bytes where at most "
@@ -132,7 +132,7 @@ class Traffic(_Counts):
     sent_parts: Parts = Parts()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers."""
+        """Return the counts as a dictionary of plain numbers."""
         return asdict(self)
 
 
@@ -171,12 +171,12 @@ class Ledger:
         self.phases: dict[str, Traffic] = {}  # of the current step
         self.stages: dict[str, float] = {}  # seconds of the whole run, by stage
         self._booked: dict[int, float] = {}  # seconds of all stages, by thread
-        # stages of autograd's thread and the engine's overlap; traffic needs no lock, because only one
-        # thread at a time communicates
+        # Stages of autograd's thread and of the engine's overlap.  Traffic needs no lock, because only
+        # one thread communicates at a time.
         self._lock = threading.Lock()
         self.last_step = Traffic()
-        # the bytes of the worst finished step, because the papers bound a rank's traffic in every
-        # step, not the mean
+        # the bytes of the worst finished step: the papers bound a rank's traffic in every step, not
+        # the mean
         self.sent_max = 0
         self.received_max = 0
         self.outside = Traffic()  # outside of any step
@@ -202,7 +202,7 @@ class Ledger:
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """Return a context whose traffic is booked to no step, only to totals, phases and ``outside``."""
+        """Return a context that books traffic to no step, only to totals, phases and ``outside``."""
         before, opened, self.phases = self.total(), self.phases, {}
         try:
             yield
@@ -211,7 +211,7 @@ class Ledger:
             self.outside += self.total() - before
 
     def set_up(self) -> Traffic:
-        """Exclude the traffic so far from any step; return it, without traffic outside of steps."""
+        """Exclude the traffic so far from any step; return it, except traffic outside of steps."""
         self._finished, self.phases = self.by_phase(), {}
         return self.of_steps()
 
@@ -229,8 +229,8 @@ class Ledger:
 
     def reduced(self, phase: str, tensor: Tensor, world_size: int) -> None:
         """Record a native allreduce: 2 n (P - 1) / P sent and received."""
-        # gloo, NCCL and MPI do not report what they send.  Booked are the fewest bytes that any allreduce
-        # needs, and the messages of ``Communicator.allreduce``, 2 ceil(log2 P)
+        # gloo, NCCL and MPI do not report what they send.  Book the fewest bytes that any allreduce
+        # needs, and the messages of ``Communicator.allreduce``, 2 ceil(log2 P).
         nbytes = -(-2 * tensor.numel() * tensor.itemsize * (world_size - 1) // world_size)
         parts = Parts(value=nbytes) if tensor.is_floating_point() else Parts(control=nbytes)
         messages = 2 * (world_size - 1).bit_length()
@@ -243,7 +243,7 @@ class Ledger:
             self._add(phase, traffic)
 
     def spent(self, stage: str, seconds: float) -> None:
-        """Record seconds under a stage, real ones or virtual ones of the simulator."""
+        """Record seconds under a stage: real ones, or the simulator's virtual ones."""
         thread = threading.get_ident()
         with self._lock:
             self.stages[stage] = self.stages.get(stage, 0.0) + seconds

@@ -1,4 +1,4 @@
-"""The ``Communicator`` over MPI by mpi4py: messages directly between tensors, native allreduce."""
+"""The ``Communicator`` over MPI, through mpi4py: messages directly between tensors, native allreduce."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sparsync.transports.ledger import Framing
 __all__ = ["MpiCommunicator", "load_mpi"]
 
 _NAP: Final = (
-    0.125  # sleep between checks, as a fraction of the time waited: bounds how late a wait ends
+    0.125  # sleep between checks, as a fraction of the time waited; it bounds how late a wait ends
 )
 _LONGEST_NAP: Final = 0.0005  # seconds; MPI moves large messages only while it is called
-_LINGER: Final = 1.0  # seconds that ``close`` gives messages in flight
-# dtypes that MPI itself reduces; of floats it computes only sums, because its max and min may lose
-# a NaN
+_LINGER: Final = 1.0  # seconds that ``close`` waits for messages in flight
+# The dtypes that MPI itself reduces.  For floats it computes only sums, because its max and min may lose
+# a NaN.
 _INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS: Final = (torch.float32, torch.float64)
 
@@ -51,19 +51,19 @@ class MpiCommunicator(Communicator):
     """One rank of an MPI job.
 
     Messages are sent point to point, with the channel as tag, directly from and into tensors.  MPI
-    reports their length, so none is padded and no round is spent on sizes.  ``allreduce`` is MPI's own
-    for integers and float sums, as the dense baseline of every comparison.  Waits sleep between checks,
-    because ranks may outnumber the cores.  Only one thread at a time may use a communicator and its
-    channels.
+    reports their length, so no message is padded and no round is spent on sizes.  For integers and float
+    sums, ``allreduce`` is MPI's own, the dense baseline of every comparison.  Between checks, a wait
+    sleeps, because ranks may outnumber the cores.  Only one thread at a time may use a communicator and
+    its channels.
 
     Args:
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None for ``COMM_WORLD``.
         timeout: seconds that any wait may take before it fails with an error.
         spin: seconds for which a wait polls without a pause before it sleeps between checks.  The default
-            is about the time of a small message if ranks outnumber the cores.
+            is about the time of a small message when ranks outnumber the cores.
 
     Raises:
-        ConfigurationError: mpi4py or MPI is missing, MPI lacks thread support, or a wrong argument.
+        ConfigurationError: mpi4py or MPI is missing, MPI lacks thread support, or an argument is wrong.
         DeadlineError: not all ranks arrived within ``timeout``.
 
     Example (``mpiexec -n 4 python this.py``)::
@@ -89,16 +89,16 @@ class MpiCommunicator(Communicator):
         self.spin, self.mpi = spin, mpi
         self.pending: dict[int, _Request] = {}  # MPI accesses their buffers until they end
         self.tags = 1 + int(comm.Get_attr(mpi.TAG_UB))
-        # This duplicate, whose messages never match the caller's, is COMM_NULL once freed.  Idup is
-        # used because Dup would wait without a deadline for ranks that never come
+        # This duplicate, whose messages never match the caller's, becomes COMM_NULL when it is freed.
+        # Use Idup, because Dup would wait without a deadline for ranks that never come.
         self.comm, request = comm.Idup()
         _Request(self, "wait for all ranks to connect", lambda: request).wait()
-        # errors are raised, so they can name rank and phase; MPI's default handler would end the job
+        # let MPI return errors, so that they can name rank and phase; its default handler ends the job
         self.comm.Set_errhandler(mpi.ERRORS_RETURN)
 
     @classmethod
     def of(cls, comm: Any) -> MpiCommunicator:
-        """Return the communicator that wraps one of mpi4py's; it is kept until mpi4py's is freed.
+        """Return the communicator that wraps mpi4py's ``comm``; it is kept until ``comm`` is freed.
 
         The first call is collective.
 
@@ -145,8 +145,8 @@ class MpiCommunicator(Communicator):
             everyone.Free()
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor over ZeroMQ, which lets it sleep until a message arrives from any sender."""
-        # this is imported here, because most groups run no actor and do not need pyzmq
+        """Run an actor over ZeroMQ, so that it can sleep until a message arrives from any sender."""
+        # imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
         return host_over(actor, self, self)
@@ -194,12 +194,12 @@ class MpiCommunicator(Communicator):
     ) -> Tensor:
         """Use the native call for integers, and for sums of float32 and float64.
 
-        The traffic is booked as 2 n (P - 1) / P sent and received.  Native float sums are equal on
-        all ranks, and up to rounding equal to those of other transports.  Max and min of floats, in
-        which MPI may lose a NaN, and dtypes that MPI lacks are reduced point to point.
+        The ledger books 2 n (P - 1) / P as sent and received.  Native float sums are equal on all
+        ranks, and equal to those of other transports up to rounding.  Max and min of floats, in which
+        MPI may lose a NaN, and dtypes that MPI lacks are reduced point to point.
         """
-        # allreduce is the only native collective, because only for it are point-to-point messages
-        # certain to be slower: the native call takes 0.4 to 0.9 of their time (``docs/mpi.md``)
+        # no other collective is native, because only for this one, point-to-point messages are certain
+        # to be slower: the native call takes 0.4 to 0.9 of their time (``docs/mpi.md``)
         native = tensor.dtype in _INTEGERS or (op == "sum" and tensor.dtype in _FLOATS)
         if not native or self.world_size == 1 or tensor.numel() == 0:
             return await super().allreduce(tensor, phase, op, in_place=in_place)
@@ -226,13 +226,13 @@ class MpiCommunicator(Communicator):
         return bool(self.mpi.Is_finalized()) or self.comm == self.mpi.COMM_NULL
 
     def rest(self, waited: float, left: float) -> None:
-        """Let other ranks run between checks; MPI itself would spin, starving ranks that share cores."""
-        # a nap takes an eighth of the time waited so far, so a wait ends at most an eighth late
+        """Let other ranks run between checks; MPI would spin, starving ranks that share its core."""
+        # sleep for an eighth of the time waited so far, so that a wait ends at most an eighth late
         nap = 0.0 if waited < self.spin else min(waited * _NAP, _LONGEST_NAP, left)
         time.sleep(max(nap, 0.0))
 
     def close(self) -> None:
-        """Drop the receives, give sent messages a second to leave, and free the duplicated communicator.
+        """Cancel receives, give sent messages a second to leave, and free the duplicated communicator.
 
         MPI itself keeps running.
         """
@@ -247,7 +247,7 @@ class MpiCommunicator(Communicator):
                 request.drain()
             self.rest(self.spin, until - time.monotonic())
         if self.pending:
-            # MPI may access their buffers until it ends; a reference held until exit keeps the memory
+            # MPI may access their buffers until it ends; references held until exit keep the memory
             # from being reused
             atexit.register(list, self.pending.values())
         self.comm.Free()  # MPI frees it once all pending operations have ended
@@ -255,25 +255,25 @@ class MpiCommunicator(Communicator):
 
 @functools.cache
 def _key(mpi: Any) -> int:
-    """Return the key of the attribute by which our communicator is kept and closed with the user's."""
-    # Attributes are MPI's own way for libraries to attach data to a communicator: a duplicate does not
-    # inherit them, and they are deleted when it is freed.  A weak reference would not work, because
-    # several mpi4py objects may refer to one communicator
+    """Return the key of the attribute that stores our communicator and closes it with the user's."""
+    # Attributes are MPI's own way for libraries to attach data to a communicator: duplicates do not
+    # inherit them, and freeing the communicator deletes them.  A weak reference would not work, because
+    # several mpi4py objects may refer to one communicator.
     key: int = mpi.Comm.Create_keyval(delete_fn=lambda _comm, _key, kept: kept.close())
     return key
 
 
 @final
 class _Request(Operation):
-    """A send, a receive or a collective of MPI.
+    """A send, a receive or a collective in MPI.
 
     Args:
         start: calls MPI; the request that it returns keeps the buffers alive.
         finish: takes the status and returns the result; None if there is no result.
         receiving: the request is a receive, so it may be cancelled.
-        late: start at the first wait.  Collectives of one MPI communicator must start in the same order
-            on all ranks; of several channels in flight, only the oldest is waited for, which is the same
-            one on all ranks.
+        late: start at the first wait.  All ranks must start the collectives of an MPI communicator in
+            the same order.  With several channels in flight, a rank waits only for the oldest, which is
+            the same one on all ranks.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class _Request(Operation):
             self.poll(0.0, begin=True)
 
     def poll(self, seconds: float, *, begin: bool = False) -> bool:
-        """Wait at most ``seconds``, or less if other channels are in flight, which may then progress."""
+        """Wait at most ``seconds``, or less while other channels are in flight, so that they progress."""
         if self.native is None and (begin or seconds > 0):
             self._begin()
         if self._ended() or seconds <= 0:
@@ -307,7 +307,7 @@ class _Request(Operation):
         comm, now = self.comm, time.monotonic()
         if self.waiting_since is None:
             self.waiting_since = now
-        # the deadline counts from the first wait, because a receive may be posted long before its message
+        # the deadline counts from the first wait: a receive may be posted long before its message comes
         deadline = self.waiting_since + comm.timeout
         if any(other.comm.tag != comm.tag for other in comm.pending.values()):
             seconds = min(seconds, _LONGEST_NAP)
@@ -332,13 +332,13 @@ class _Request(Operation):
             pass
 
     def cancel(self) -> None:
-        """Abandon a receive.  A sent message cannot be withdrawn, so it stays pending."""
+        """Abandon a receive; a sent message cannot be withdrawn, so it stays pending."""
         if self.receiving and self.native is not None and not self.done:
             self.native.Cancel()
             self.drain()
 
     def drain(self) -> None:
-        """Check whether MPI has finished with the buffers; their content is ignored."""
+        """Check whether MPI has finished with the buffers; ignore their content."""
         try:
             ended = self.native.Test()
         except self.comm.mpi.Exception:
@@ -362,8 +362,8 @@ class _Request(Operation):
         except self.comm.mpi.Exception as error:
             self.comm.pending.pop(id(self), None)
             raise self._failure(error) from error
-        # no longer pending, even if ``finish`` raises: MPI has ended the request, and it must not be
-        # tested again
+        # remove it from the pending requests even if ``finish`` raises: MPI has ended the request, so it
+        # must not be tested again
         self.comm.pending.pop(id(self), None)
         if self.finish is not None:
             self.result = self.finish(self.status)

@@ -35,7 +35,7 @@ __all__ = [
     "connect_group",
 ]
 
-# public since torch 2.14, which warns of the older name
+# public since torch 2.14, which warns about the older name
 _set_timeout: Final[Any] = (
     getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
 )
@@ -60,15 +60,15 @@ def connect_group(
     Args:
         group: the process group whose members are the ranks; None for the default group.
         transport: "torch" (gloo), "zmq" (a separate mesh), "mpi" (for ranks started by mpiexec), or
-            "auto": zmq, over which sparse exchanges took 5 to 10 % less time and fewer bytes than over
-            gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
+            "auto", which is zmq: there, sparse exchanges took 5 to 10 % less time and fewer bytes than
+            over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.
         connect_timeout: seconds that opening zmq's connections may take.
         sockets: for zmq: ``interface``, ``port_range``, ``advertise`` and ``curve_keys``.
 
     Raises:
-        ConfigurationError: the transport is unknown, or has no sockets although settings of sockets
-            are given.
+        ConfigurationError: the transport is unknown, or has no sockets but settings for sockets are
+            given.
         DeadlineError: names the ranks that did not arrive in time.
     """
     check_transport(transport, sockets)
@@ -80,7 +80,7 @@ def connect_group(
         from sparsync.transports.mpi import MpiCommunicator  # most jobs have no MPI
 
         return MpiCommunicator.over(over_torch, timeout=timeout)
-    # this is imported here, because groups over gloo and MPI do not need pyzmq
+    # imported here, because groups over gloo and MPI do not need pyzmq
     from sparsync.transports.zmq import ZmqCommunicator
 
     return ZmqCommunicator(
@@ -94,7 +94,7 @@ def connect_group(
 
 
 def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
-    """Refuse an unknown transport, or settings of zmq's sockets for another transport."""
+    """Refuse an unknown transport, and settings of zmq's sockets for any other transport."""
     if transport not in TRANSPORTS:
         raise ConfigurationError(
             f"unknown transport {transport!r}; choose one of {', '.join(TRANSPORTS)}"
@@ -110,10 +110,10 @@ def check_transport(transport: str, sockets: Mapping[str, object]) -> None:
 
 @final
 class TorchCommunicator(Communicator):
-    """One rank of a process group, or of the default group if that is None.
+    """One rank of a process group, or of the default group if ``group`` is None.
 
-    CUDA tensors are staged through host memory if the backend is gloo.  NCCL has no channels and
-    needs both sides of a message to know its length, so it serves only the native collectives.
+    With gloo, CUDA tensors are staged through host memory.  NCCL has no channels and needs both sides
+    of a message to know its length, so it serves only the native collectives.
     """
 
     pads = True
@@ -131,8 +131,8 @@ class TorchCommunicator(Communicator):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
         self.group, self.timeout = group, timeout
-        # Private calls, because torch has no public way to read a group's timeout.  If it is shorter than
-        # this communicator's, gloo ends a collective at the group's timeout, without giving that reason
+        # These calls are private, because torch has no public way to read a group's timeout.  If it is
+        # shorter than ours, gloo ends a collective at the group's timeout without saying so.
         own = group or distributed_c10d._get_default_group()
         options = getattr(own._get_backend(self.device), "options", None)
         longest = options._timeout.total_seconds() if options is not None else timeout
@@ -141,7 +141,7 @@ class TorchCommunicator(Communicator):
 
     def host(self, actor: Actor) -> Host:
         """Run an actor over ZeroMQ; the ranks meet in the group's store, which names missing ranks."""
-        # this is imported here, because most groups run no actor and do not need pyzmq
+        # imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
         return host_over(actor, self, store_of(self.group))
@@ -153,11 +153,11 @@ class TorchCommunicator(Communicator):
             return Finished()
         with _named(self, where):
             work = dist.isend(payload, group=self.group, group_dst=dest, tag=self.tag)
-        # ``keep`` holds a reference to the payload, which gloo reads until the request is done
+        # the default argument ``keep`` keeps the payload alive, which gloo reads until the request ends
         return _Call(self, where, lambda keep=payload: work)  # type: ignore[misc]
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Start ``irecv`` into a buffer of ``capacity`` bytes; the message's header contains its length.
+        """Start ``irecv`` into a buffer of ``capacity`` bytes; the message's header has its length.
 
         gloo accepts a message shorter than the buffer, and does not report its length.
         """
@@ -197,7 +197,7 @@ class TorchCommunicator(Communicator):
     async def allreduce(
         self, tensor: Tensor, phase: str, op: ReduceOp = "sum", *, in_place: bool = False
     ) -> Tensor:
-        """Use the native allreduce; its traffic is booked as 2 n (P - 1) / P sent and received."""
+        """Use the native allreduce; the ledger books 2 n (P - 1) / P as sent and received."""
         if self.world_size == 1 or tensor.numel() == 0:
             return tensor if in_place else tensor.clone()
         result = tensor.to(self.device, copy=not in_place)
@@ -216,15 +216,15 @@ class TorchCommunicator(Communicator):
     ) -> list[Tensor]:
         """Use the native call, with each message padded to its sender's capacity.
 
-        This takes a single call and one message to every rank; gloo's point-to-point messages take 4 ms
-        per round and more.
+        This is a single call with one message to every rank; gloo's point-to-point messages take 4 ms
+        or more per round.
         """
         rank, own = self.rank, capacities[self.rank]
         others = [r for r in range(self.world_size) if r != rank]
         if not others:
             return list(payloads)
-        # the rows are zeroed, because padding is sent as well, and must not reveal what this memory
-        # held before
+        # zero the rows, because padding is sent as well, and must not reveal old contents of this
+        # memory
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
         parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):
@@ -265,9 +265,9 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
     """Turn an error of torch into one that names rank, phase and step.
 
     Args:
-        comm: of this rank.
+        comm: communicator of this rank.
         where: the operation in progress and its peer, in words.
-        among_all: the peers are all other ranks.
+        among_all: the operation involves all ranks, so its peers are all the others.
     """
     started = time.monotonic()
     comm.check_open()
@@ -285,8 +285,8 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
             gone = comm.roll.missing()
             alive = f"{gone}."
         else:
-            # this rank only reports here; when it ends, other ranks' collectives fail, and those
-            # ranks ask who has reported
+            # do not wait, only report this rank's failure: once it ends, collectives of other ranks
+            # fail, and those ranks ask who has reported
             comm.roll.missing(patience=0.0)
         # gloo does not say that its deadline has passed, so the clock must tell
         if seconds > 0.95 * comm.patience:
@@ -300,7 +300,7 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
 def break_off(gloo: Any, world_size: int) -> None:
     """Close a gloo group's connections, so that waits of other threads and of peers end with an error.
 
-    gloo closes a connection when a wait on it times out; up to torch 2.7 there is no other way.
+    gloo closes a connection when a wait on it times out; up to torch 2.7, there is no other way.
     """
     for peer in range(world_size):
         # provoke a timeout by waiting for a message that no rank ever sends
@@ -310,19 +310,18 @@ def break_off(gloo: Any, world_size: int) -> None:
 
 @final
 class _Call(Operation):
-    """A native request, which is in flight, or a collective that starts at the first wait for it.
+    """A native request in flight, or a collective that starts when it is first waited for.
 
-    A group's collectives must start in the same order on all ranks.  Of several channels in flight, only
-    the oldest is waited for, which is the same one on all ranks.
+    All ranks must start a group's collectives in the same order.  With several channels in flight, a
+    rank waits only for the oldest, which is the same one on all ranks.
 
     Args:
-        comm: of this rank.
+        comm: communicator of this rank.
         where: as in ``_named``.
         start: returns the request, or None if there is nothing to wait for.
         finish: returns the result once the request is done.
         among_all: as in ``_named``.
-        started: the request is already in flight, so ``start`` may be called at any time to inspect
-            it.
+        started: the request is already in flight, so ``start`` may be called at any time to inspect it.
     """
 
     def __init__(
@@ -357,10 +356,10 @@ class _Call(Operation):
 
 @final
 class RollCall:
-    """Finds out which ranks are missing after a native collective has failed; gloo does not say which.
+    """Finds out which ranks are missing after a native collective has failed; gloo does not say.
 
-    Ranks whose exchange has failed report this in the group's store; dead or stuck ranks do not.  A live
-    rank may report late, so the named ranks include the one to blame, and possibly others.
+    A rank whose exchange has failed reports this in the group's store; a dead or stuck rank does not.
+    Live ranks may report late, so the named ranks include the one to blame, and possibly others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
@@ -380,8 +379,8 @@ class RollCall:
                     missing.difference_update([r for r in missing if store.check([str(r)])])
                     time.sleep(_LOOK)
 
-        # this runs on a separate thread that can be abandoned: the store's host may be stuck as
-        # well, and a call would wait for the store's timeout
+        # ask on a separate thread that can be abandoned: the store's host may be stuck as well, and a
+        # call would last until the store's timeout
         thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
         thread.start()
         thread.join(2 * _PATIENCE)
@@ -396,7 +395,7 @@ class RollCall:
 class Groups:
     """Creates process groups among the ranks that attach a model, and destroys them.
 
-    All methods are collective over ``world``; None stands for all ranks.
+    All methods are collective over ``world``; None means all ranks.
     """
 
     def __init__(
@@ -418,7 +417,9 @@ class Groups:
         return convene(store_of(self.world), rank, size, ready, self.timeout, "attach")
 
     def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
-        """Return a group of global ranks including this one; collective, with disjoint groups.
+        """Return a group that consists of these global ranks, this one included.
+
+        This is collective; the groups of different ranks are equal or disjoint.
 
         Raises:
             ConfigurationError: the interface configured for gloo does not exist, or cannot be reached
@@ -438,7 +439,7 @@ class Groups:
         place = places[dist.get_rank()]
         every = sorted({tuple(card["numbers"]) for card in cards})
         # By default all ranks of the job must call ``new_group``.  With local synchronisation only the
-        # members must, which is needed if ranks outside the world do not get here
+        # members must, which is necessary if ranks outside the world never get here.
         options: Any = {} if self._all else {"use_local_synchronization": True}
         seconds = min(self.timeout, self._connect_timeout)
         for members in every if self._all else [tuple(ranks)]:
@@ -481,14 +482,14 @@ class Groups:
             name = names.get(group)
             dist.destroy_process_group(group)
             if not self._all and name is not None:
-                # torch names such groups by their ranks and by the number of existing groups.  A later
-                # group with the same name would find this one's addresses in the store, so the name stays
-                # taken, by an object that does nothing
+                # torch names such a group after its ranks and the number of existing groups.  A later
+                # group with the same name would find this group's addresses in the store.  So a dummy
+                # object keeps the name taken.
                 names[_Reserved()] = name  # type: ignore[index]
 
 
 class _Reserved:
-    """Keeps the name of a destroyed group, so no other group gets it."""
+    """Keeps the name of a destroyed group taken, so that no other group gets it."""
 
     def shutdown(self) -> None:
         """Do nothing; torch calls this on every group."""

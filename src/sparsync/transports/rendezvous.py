@@ -56,8 +56,8 @@ __all__ = [
 _PREFIX: Final = "sparsync/meetings"
 _CARD_BYTES: Final = 512  # limit on a card sent over a communicator, e.g. a host name
 _WRONG: Final = "cannot take part"  # key in a card for the reason why a rank cannot take part
-_COMPLAINT: Final = 180  # limit on the characters of this reason over a communicator
-_BYE: Final = 20.0  # seconds that a rank unable to take part waits for the others
+_COMPLAINT: Final = 180  # limit on the characters of this reason if sent over a communicator
+_BYE: Final = 20.0  # seconds for which a rank that cannot take part waits for the others
 
 
 def store_of(group: dist.ProcessGroup | None) -> Store:
@@ -76,9 +76,9 @@ def meet(
 ) -> list[str]:
     """Return every rank's card, in rank order; the n-th calls of all ranks with a store are one meeting.
 
-    A card is a text shown to the other ranks; ``phase`` is named in errors.  Rank 0, which may serve the
-    store, returns once all ranks have read the cards.  Over a communicator of these ranks, a card has at
-    most 512 bytes.
+    A card is a text shown to the other ranks; errors name ``phase``.  Rank 0, which may serve the store,
+    returns once all ranks have read the cards.  Over a communicator of these ranks, a card has at most
+    512 bytes.
 
     Raises:
         DeadlineError: names the ranks still missing after ``timeout`` seconds.
@@ -95,7 +95,7 @@ def meet(
             try:
                 store.wait([key], timedelta(seconds=left))
             except RuntimeError as error:
-                # blame the ranks that never came, if there are any, and otherwise those that came,
+                # blame the ranks that never came, if there are any; otherwise blame those that came,
                 # gave up and withdrew their cards
                 later = range(peer, len(keys))
                 missing = [p for p in later if not _has(store, f"{keys[p]} arrived")]
@@ -106,7 +106,7 @@ def meet(
                     "they use the same store? Raise the timeout if they are only slow"
                 ) from error
 
-    # each rank counts its own meetings, so no rank needs to know when another started one
+    # each rank counts its own meetings, so no rank needs to know when another rank started one
     counter = f"{_PREFIX}/of {rank}"
     try:
         meeting = store.add(counter, 1)
@@ -116,8 +116,8 @@ def meet(
         try:
             wait(keys)
         except DeadlineError:
-            # The count is restored, so a second attempt joins the same meeting.  A complaint is kept,
-            # so that ranks that arrive later read it
+            # Restore the count, so that a second attempt joins the same meeting.  Keep a complaint, so
+            # that ranks that arrive later read it.
             with suppress(RuntimeError):
                 if _WRONG not in card:
                     store.delete_key(keys[rank])
@@ -146,9 +146,9 @@ def convene(
     timeout: float,
     phase: str = "rendezvous",
 ) -> list[dict[str, Any]]:
-    """Return the results of ``ready`` on all ranks, in rank order; if one fails, all learn why.
+    """Return the results of ``ready`` on all ranks, in rank order; if one fails, all ranks learn why.
 
-    A rank on which it fails waits for the others only as long as they may need to arrive and learn of it.
+    If ``ready`` fails on a rank, it waits only as long as the others may need to arrive and read why.
 
     Raises:
         ConfigurationError: ``ready`` raised it on this rank.
@@ -161,7 +161,7 @@ def convene(
     except ConfigurationError as error:
         wrong = error
         card = json.dumps({_WRONG: str(error)})
-        # a communicator truncates a card at 512 bytes, and truncated JSON cannot be read
+        # a communicator cuts a card off at 512 bytes, and incomplete JSON cannot be read
         if isinstance(store, Communicator):
             card = json.dumps({_WRONG: str(error).encode("ascii", "replace").decode()[:_COMPLAINT]})
     try:
@@ -201,18 +201,18 @@ def _has(store: Store, key: str) -> bool:
 def choose_interface(interface: str | None, meeting: Store | str) -> str:
     """Return the interface to bind.
 
-    A given interface is used as it is.  Otherwise, if ``GLOO_SOCKET_IFNAME`` configures interfaces
-    for gloo, the result is the address of one of them: that on the route to the host below, if
-    there are several, or the first.  Otherwise, it is this machine's address on the route to that
-    host: the host of the store, of the default process group's store, or of rank 0.
+    A given interface is used as it is.  Otherwise, the choice depends on the route to a host: the host
+    of the store, of the default process group's store, or of rank 0.  If ``GLOO_SOCKET_IFNAME``
+    configures interfaces for gloo, the result is the address of one of them: the one on that route if
+    there is one, otherwise the first.  Without the variable, it is this machine's address on that route.
 
     Args:
         interface: as given on this rank; None if it must be found.
-        meeting: where the ranks meet: a store, or, over a communicator, the name of rank 0's host.
-            Finding this name is collective (``host_of_rank_0``), even for ranks that do not need
-            it.
+        meeting: where the ranks meet: a store or, if they meet over a communicator, the name of rank
+            0's host.  Finding this name is collective (``host_of_rank_0``), even for ranks that do not
+            need it.
     """
-    # a port on all interfaces would be exposed to networks unrelated to the job
+    # a port on all interfaces would be exposed to networks that have nothing to do with the job
     if interface in ("*", "0.0.0.0", "::", ""):
         raise ConfigurationError(
             f"interface is '{interface}', which means all of them; name the one that ranks use"
@@ -236,7 +236,7 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
 
 
 def _address_of(value: str, host: str | None) -> str:
-    """Return an address of the interfaces that ``GLOO_SOCKET_IFNAME`` selects, if possible on a route."""
+    """Return an address of an interface that ``GLOO_SOCKET_IFNAME`` selects, on the route if possible."""
     present = own_interfaces()
     addresses = [text for one in selected(value, present) for text in one.addresses]
     if not addresses:
@@ -253,8 +253,8 @@ class GlooPlace:
 
     Attributes:
         at: the interface and address, for messages.
-        near: whether it is loopback, which no other machine reaches.
-        names: the interface names that the variable must hold for gloo; None if it may keep its
+        near: whether the address is loopback, which no other machine can reach.
+        names: the interface names to which the variable must be set for gloo; None if it may keep its
             value.
         far: an interface that other machines can reach, if the variable is not set; otherwise
             empty.
@@ -310,8 +310,8 @@ class GlooPlace:
     def listening(self, *, several: bool) -> AbstractContextManager[None]:
         """Return a context in which gloo listens there; with ``several`` networks, not on loopback.
 
-        A hosts file such as Debian's may map the machine's own name to 127.0.1.1; that address is
-        then avoided.
+        A hosts file such as Debian's may map the machine's own name to 127.0.1.1; with several
+        networks, gloo then avoids that address.
         """
         return listening_on(self.far if self._avoids(several) else self.names)
 
@@ -335,11 +335,11 @@ class GlooPlace:
 def check_places(places: Mapping[int, GlooPlace]) -> bool:
     """Return whether ranks are on several networks; refuse places that gloo cannot connect.
 
-    gloo itself would wait for the timeout of the group, or end with an error that names neither the
+    gloo itself would wait for the group's timeout, or fail with an error that names neither the
     variable nor the interfaces.
 
     Args:
-        places: all ranks' places, by rank; equal on all ranks, so all of them refuse, or none.
+        places: all ranks' places, by rank; equal on all ranks, so either all of them refuse or none.
 
     Raises:
         ConfigurationError: a rank listens on loopback or on another rank's address, or ranks listen on
@@ -356,7 +356,7 @@ def check_places(places: Mapping[int, GlooPlace]) -> bool:
     }
     for rank, place in places.items():
         if families[rank] != families[first]:
-            # gloo connects the first interface of a rank with the first of all others, and so on
+            # gloo connects the first interface of a rank with the first of every other rank, and so on
             alike = len(families[rank]) == len(families[first])
             limit = "addresses of one family only" if alike else "equal numbers of interfaces only"
             raise ConfigurationError(
@@ -401,7 +401,7 @@ def _address_of_name(host: str) -> tuple[str, str]:
 
 
 def machine() -> str:
-    """Return a text shared by all ranks of a machine, in any container: its boot id."""
+    """Return a text shared by all ranks of a machine, even in different containers: its boot id."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # on Linux
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
@@ -409,7 +409,7 @@ def machine() -> str:
 def network() -> str:
     """Return a text shared by the ranks that reach each other over loopback.
 
-    On Linux these are the ranks of a machine in the same network namespace: containers have their own.
+    On Linux these are the ranks of a machine in the same network namespace; each container has its own.
     """
     here = Path("/proc/thread-self/ns/net")
     namespace = here.stat().st_ino if here.exists() else 0
@@ -453,7 +453,7 @@ def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def _host_of(store: Store) -> str | None:
-    """Return the host that serves a store; None if the store does not reveal it."""
+    """Return the host that serves a store, or None if the store does not reveal it."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, HashStore):

@@ -67,7 +67,7 @@ __all__ = ["BenchSettings", "bench", "command"]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Settings of a bench of collectives at all sizes and densities; fields with a help are options."""
+    """Settings of a bench of collectives at all sizes and densities; fields with help are options."""
 
     collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")  # names, or with options
     ranks: Annotated[Ranks, ranks_option(8)] = 8
@@ -126,7 +126,7 @@ class BenchSettings:
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab, simulates=True)
 
     def pace(self) -> Pace:
-        """Choose the steps of a row; on the virtual clock results repeat, so a short run suffices."""
+        """Choose the steps of a row; results repeat under the virtual clock, so a short run is enough."""
         if not self.connection().simulated:
             return Pace(self.steps, self.warmup)
         return Pace(self.steps or 20, 5 if self.warmup is None else self.warmup)
@@ -181,7 +181,7 @@ def command(
     """Measure collectives on every step: their time, their volume against its bound, and correctness.
 
     Each step feeds a fresh gradient to a whole reducer with error feedback: selection, exchange and
-    commit. "sim" charges communication alone; the row dense is gloo's native allreduce, or MPI's over
+    commit. "sim" charges only communication; the row dense is gloo's native allreduce, or MPI's over
     mpi. The exit code is 1 if a result is wrong.
     """
     require(not (kernels and selectors), "--kernels and --selectors; choose one of them")

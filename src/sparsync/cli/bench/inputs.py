@@ -1,7 +1,7 @@
-"""Gradients for benches and claim tests, which are deterministic in (seed, step, rank).
+"""Gradients for benches and claim tests, deterministic in (seed, step, rank).
 
-The inputs differ in their supports, because the volume of a sparse collective depends on where the large
-entries of the ranks are, and whether they coincide.
+The inputs differ in their supports, because the volume of a sparse collective depends on where the ranks'
+large entries are, and on whether these coincide.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sparsync.sparse import even_boundaries
 __all__ = ["INPUTS", "Draw", "Input", "gradient", "input_named"]
 
 _CLUSTERS = 5  # number of clusters of large entries
-_CLUSTER_FRACTION = 64  # each is n / 64 wide: together 7.8 % of the vector
+_CLUSTER_FRACTION = 64  # each cluster is n / 64 wide: together 7.8 % of the vector
 _OVERLAP = 1 / 64  # fraction of the elements that are large on all ranks
 _NOISE = 1e-3  # magnitude outside the clusters, relative to inside
-_DOMINANCE = 100.0  # factor on the dominating rank's entries
+_DOMINANCE = 100.0  # factor on the entries of the dominating rank
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The coordinates of a gradient: elements n, ranks P, the rank, and the 0-based step."""
+    """The arguments of a gradient: elements n, ranks P, the rank, the 0-based step and the seed."""
 
     size: int
     world_size: int
@@ -42,7 +42,7 @@ class Draw:
         return torch.randn(size, generator=generator)
 
     def within(self, owner: int) -> Tensor:
-        """Draw normal numbers in the even region ``owner`` (modulo P), and zeros elsewhere."""
+        """Return normal numbers in the even region ``owner`` (modulo P), and zeros elsewhere."""
         boundaries = even_boundaries(self.size, self.world_size)
         start, stop = boundaries[owner % self.world_size :][:2]
         values = torch.zeros(self.size)
@@ -56,12 +56,13 @@ class Input:
 
     meaning: str  # one line for tables
     make: Callable[[Draw], Tensor]
-    # permuting the ranks does not change the joint distribution, so Ok-Topk's tighter bound applies
+    # whether permuting the ranks leaves the joint distribution unchanged; if so, Ok-Topk's tighter bound
+    # applies
     exchangeable: bool = True
 
 
 def gradient(kind: str, draw: Draw) -> Tensor:
-    """Return `[size]` with ``torch.float32``.
+    """Return a gradient, `[size]` with ``torch.float32``.
 
     Example:
         >>> gradient("matching", Draw(size=4, world_size=2, rank=1, step=0, seed=0)).count_nonzero()
@@ -104,7 +105,7 @@ def _clustered(draw: Draw) -> Tensor:
 
 
 def _overlapping(draw: Draw) -> Tensor:
-    """Draw large values at the same places on all ranks, new ones on every step."""
+    """Draw large values at places that all ranks share, and that are new on every step."""
     places = torch.rand(draw.size, generator=_generator("places", draw.seed, draw.step))
     return draw.normal(draw.size) * torch.where(places < _OVERLAP, 1.0, _NOISE)
 

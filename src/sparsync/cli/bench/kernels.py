@@ -1,4 +1,4 @@
-"""Compare each kernel with the same computation in torch's operations, on one device."""
+"""Compare each kernel with the same computation in torch operations, on one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
     "kernel_table",
 ]
 
-_KEYS = 512  # number of keys for counting, as many as the bins of a fine histogram
+_KEYS = 512  # number of keys to count, as many as a fine histogram has bins
 _BLOCK = 128  # block of int8, as in the codec
 _LEVEL_BLOCK, _LARGEST = 512, 2.0**120  # block of levels, as in ``attach``; the largest scale
 
@@ -41,7 +41,7 @@ class KernelRow:
     # for n float32 elements, even if the kernel reads only some of them
     gigabytes_per_second: float
     seconds: float  # best of the repetitions, including the wait for the device
-    seconds_torch: float  # the same for the specification, in torch's operations
+    seconds_torch: float  # the same for the specification, in torch operations
     equal: bool  # whether the results are bit-identical
     backend: str  # "triton", the instruction set of the C++ kernels, or "torch" without either
     device: str
@@ -71,13 +71,13 @@ def bench_kernels(
     repetitions: int = 10,
     seed: int = 0,
 ) -> list[KernelRow]:
-    """Time every kernel against torch's operations, in turns, and compare their results.
+    """Time every kernel in alternation with torch operations, and compare their results.
 
     Args:
         device: "cpu" or "cuda".
         size: number of elements n; the default is VGG-16's.
         density: k / n; twice as many elements are candidates.
-        streams: number of ranks P whose entries are merged, in a region of n / P.
+        streams: number of ranks P whose entries are merged, in a region of n / P elements.
         repetitions: number of timed calls, of which the fastest counts; one more call before them
             warms up and compiles.
         seed: seed of the vectors.
@@ -144,7 +144,7 @@ def _best(
     repetitions: int,
     in_place: bool = False,
 ) -> tuple[float, Any]:
-    """Return the fastest time of a call, and the last call's result (and arguments)."""
+    """Return the fastest time of a call, and the last result, with its arguments if ``in_place``."""
     best, outcome = float("inf"), None
     for repetition in range(repetitions + 1):
         arguments = make()
@@ -179,13 +179,15 @@ def _same(mine: Any, expected: Any) -> bool:
 
 
 class Comparison(NamedTuple):
-    """A function whose speed is compared between the device's kernels and torch's operations."""
+    """A function whose speed is compared between the device's kernels and torch operations."""
 
     name: str
-    make: Callable[[], tuple[Any, ...]]  # fresh arguments, which either function may overwrite
+    make: Callable[
+        [], tuple[Any, ...]
+    ]  # makes fresh arguments, which either function may overwrite
     fast: Callable[..., Any]
     plain: Callable[..., Any]
-    in_place: bool = False  # the changed arguments belong to the result
+    in_place: bool = False  # the changed arguments are part of the result
 
 
 def comparisons(
@@ -244,13 +246,13 @@ def comparisons(
 
 
 def _support(size: int, density: float, seed: int, like: Tensor) -> Tensor:
-    """Draw ascending indices."""
+    """Draw random ascending indices."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(size, generator=generator) < density).nonzero().flatten().to(like.device)
 
 
 def _packings(x: Tensor, density: float) -> list[Comparison]:
-    """Return the comparisons of whole messages, without their header."""
+    """Return the comparisons for whole messages without their header."""
     size, indices, made = x.numel(), _support(x.numel(), density, 0, x), []
     for form, name in ((packing.BF16, "bf16"), (packing.INT8, "int8")):
         entries = indices, x[indices], size, form, _BLOCK
@@ -265,7 +267,7 @@ def _packings(x: Tensor, density: float) -> list[Comparison]:
 
 
 def _levels(x: Tensor) -> list[Comparison]:
-    """Return the comparisons of levels: a vector encoded, and a message added."""
+    """Return the comparisons for levels: encoding a vector, and adding a message."""
     made = []
     for bits in (1, 2, 4):
         given = x, bits, _LEVEL_BLOCK, _LARGEST

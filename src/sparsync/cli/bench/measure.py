@@ -1,4 +1,4 @@
-"""How a row is measured: the number of steps, their verification, and the rows of virtual ranks."""
+"""How a row is measured: the number of steps, their verification, and rows of virtual ranks."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ __all__ = [
     "verified_in_full",
 ]
 
-LEAST_STEPS, MOST_STEPS = 3, 20  # number of timed steps; a median needs three
-ROW_SECONDS = 20.0  # time that the timed steps must fit
+LEAST_STEPS, MOST_STEPS = 3, 20  # limits on the number of timed steps; a median needs three
+ROW_SECONDS = 20.0  # time limit for all timed steps of a row
 VERIFY = ("auto", "every", "ends", "digest")
 
 
 def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
     """Return whether every step is verified in full, and whether the first and the last one are.
 
-    The mode "every" verifies every step, "ends" the first and the last, and "digest" none.  "auto"
-    is "every" while that is cheap, up to 16 M elements over all ranks (0.4 s of work on one core),
-    and otherwise "ends". The totals' digests are compared between ranks on every step.
+    The mode "every" verifies every step, "ends" the first and the last one, and "digest" none.  "auto"
+    means "every" as long as that is cheap, up to 16 M elements over all ranks (0.4 s of work on one
+    core), and otherwise "ends".  On every step, the ranks compare the digests of their totals.
 
     Example:
         >>> verified_in_full("auto", 1_000_000, 8), verified_in_full("auto", 14_728_266, 8)
@@ -56,9 +56,9 @@ def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class Pace:
-    """Chooses how many steps of a row to run on the wall clock.
+    """Chooses how many steps of a row to run under the wall clock.
 
-    A number that is not given is chosen by the row's speed, so that dense steps of ten seconds and sparse
+    A number that is not given is chosen by the row's speed.  So dense steps of ten seconds and sparse
     ones of ten milliseconds both finish in reasonable time with a meaningful median.
 
     Example:
@@ -96,15 +96,15 @@ class Pace:
 class Outcome:
     """The outcome of one step over all ranks."""
 
-    seconds: float  # whole ``reduce()``, of the slowest rank
-    exchange: float | None  # selected -> total, of the slowest rank; None: not timed alone
-    sent: int  # largest number of bytes sent by a rank
+    seconds: float  # the whole ``reduce()`` on the slowest rank
+    exchange: float | None  # from selected to total on the slowest rank; None: not timed alone
+    sent: int  # largest number of bytes that a rank sent
     received: int
     verdict: Verdict
-    in_full: bool = True  # verified by the sum and the law; else only by the equality of the totals
-    # the most bytes on any link of a lab in one direction, as counted by the kernel
+    in_full: bool = True  # verified by the sum and the law; otherwise only that totals are equal
+    # most bytes on any link of a lab in one direction, counted by the kernel
     kernel: int | None = None
-    # processor seconds of the exchange over all threads, the mean over ranks
+    # processor seconds of the exchange over all threads, mean over ranks
     processor: float | None = None
 
 
@@ -113,15 +113,15 @@ class Measured:
     """The measurements of all steps of a row."""
 
     transport: str  # carrier of the bytes: "sim", "torch", "zmq" or "mpi"
-    outcomes: list[Outcome]  # outcomes of all steps
-    whole: list[Outcome]  # outcomes of the steps timed as a whole
-    alone: list[Outcome]  # outcomes of the steps whose exchange was timed alone
+    outcomes: list[Outcome]  # of all steps
+    whole: list[Outcome]  # of the steps timed as a whole
+    alone: list[Outcome]  # of the steps whose exchange was timed alone
     warmup: int  # number of steps before the timed ones
     stages: Mapping[str, float] = field(
         default_factory=dict
     )  # seconds of rank 0 by stage, over all steps
     add_seconds: Sequence[float] = ()  # seconds of ``residual.add_(gradient)`` on the slowest rank
-    add_processor: Sequence[float] = ()  # its processor seconds, the mean over ranks
+    add_processor: Sequence[float] = ()  # its processor seconds, mean over ranks
 
 
 def measure(
@@ -136,12 +136,12 @@ def measure(
     Under the virtual clock, every step gives both times.
 
     Args:
-        step: runs one step on all ranks, given whether to verify it in full, and whether to time its
-            exchange alone, from a common start.
-        transport: with "sim" the clock is virtual.
+        step: runs one step on all ranks; its arguments are whether to verify the step in full, and
+            whether to time its exchange alone, from a common start.
+        transport: with "sim", the clock is virtual.
         pace: chooses the number of steps.
         verified: see ``verified_in_full``.
-        advance: called after every step with the number of steps, or None while it is not decided.
+        advance: called after every step with the number of steps, or None while it is undecided.
     """
     every, ends = verified
     turns = (False,) if transport == "sim" else (False, True)
@@ -156,7 +156,7 @@ def measure(
     while not pace.warm([outcome.seconds for outcome in outcomes]):
         do(None)
     warmup, steps = len(outcomes), pace.timed([outcome.seconds for outcome in outcomes])
-    closing = ends and not every  # copies would disturb the clock, so another step is run untimed
+    closing = ends and not every  # copies would disturb the clock, so verify one more, untimed step
     total = warmup + len(turns) * steps + closing
     timed = [do(total, alone=alone) for _ in range(steps) for alone in turns]
     if closing:
@@ -170,7 +170,7 @@ class SimulatedRanks:
     """P virtual ranks, whose reducers persist from step to step.
 
     Every step runs on a fresh network, whose clock starts at 0 and charges only communication, and
-    whose ledgers hold only this step.
+    whose ledgers contain only this step.
 
     Example:
         >>> ranks = SimulatedRanks(Case("oktopk", ranks=4, size=1000, density=0.01))
@@ -198,7 +198,7 @@ class SimulatedRanks:
         return replace(simulation, results=[rank.evidence() for rank in kept])
 
     def outcome(self, in_full: bool, alone: bool) -> Outcome:
-        """Run the next step of all ranks, and judge it; the exchange is always timed alone as well."""
+        """Run the next step of all ranks and judge it; the exchange is always timed alone as well."""
         simulation, k = self.step(keep=in_full), self.case.k
         if in_full:
             verdict = judge(k, simulation.results)

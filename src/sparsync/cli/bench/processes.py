@@ -1,4 +1,4 @@
-"""Steps of real ranks on a real clock, through a real ``Reducer``."""
+"""Steps of real ranks under a real clock, with a real ``Reducer``."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Team:
         verified: tuple[bool, bool],
         advance: Callable[[int | None], None],
     ) -> Measured:
-        """Measure a row; every rank calls this, and all ranks decide by the slowest rank's clock.
+        """Measure a row; all ranks call this, and decide by the slowest rank's clock.
 
-        Rank 0 judges the sum and the law; the other ranks only judge the equality of the totals.
+        Rank 0 checks the sum and the law; the other ranks only check that totals are equal.
         """
         with self.connection.open(case.name) as comm:
             rank = WatchedReducer(case, comm)
@@ -73,7 +73,7 @@ class Team:
         start = self.line.wait()
         run(rank.reducer.reduce([mine]))
         end = time.perf_counter() - seen.copying
-        # after this barrier, all messages have arrived, and the kernel has counted them
+        # after this barrier, all messages have arrived and been counted by the kernel
         dist.barrier(group=self.group)
         after = local_traffic() or (0, 0)
         counted = max(now - then for now, then in zip(after, before, strict=True))
@@ -105,10 +105,10 @@ class Team:
         )
 
     def _collect(self, mine: Evidence) -> Iterator[Evidence]:
-        """Yield every rank's evidence in rank order on rank 0, nothing on others; all ranks call this.
+        """Yield all ranks' evidence in rank order on rank 0, nothing on others; all ranks call this.
 
-        Evidence passes through the group's store, which is not on the links of a lab: with n = 14.7
-        M and P = 8, the residuals and accumulated gradients alone are 0.8 GB, which keep a link of
+        Evidence passes through the group's store, which is not on the links of a lab.  With n = 14.7 M
+        and P = 8, the residuals and accumulated gradients alone are 0.8 GB, which would keep a link of
         1 Gbit/s busy for 7 s.
         """
         store = store_of(self.group)
@@ -132,7 +132,7 @@ class Team:
     def _time_of_add(self, size: int, *, repetitions: int = 10) -> tuple[list[float], list[float]]:
         """Time repetitions of ``residual.add_(gradient)`` on all ranks at once.
 
-        The slowest rank's seconds and the mean processor seconds are returned, per repetition.
+        Return, per repetition, the slowest rank's seconds and the mean processor seconds.
         """
         residual, gradient = torch.zeros(size), torch.ones(size)
         times = []

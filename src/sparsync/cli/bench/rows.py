@@ -1,4 +1,4 @@
-"""The rows of ``sparsync bench``, with measurements, claims and bounds, and the tables of rows.
+"""The rows of ``sparsync bench``: measurements, claims and bounds; and the tables of rows.
 
 Tables start with ratios, which are comparable between machines.
 """
@@ -33,8 +33,8 @@ _BITS_PER_BYTE = 8
 class Row:
     """The measurements of one collective; fields are keys of the JSON, and None where they do not apply.
 
-    Maxima and minima are over all ranks and all steps, including the warm-up; times are over timed steps,
-    each of the slowest rank. Words have 4 bytes.
+    Maxima and minima are over all ranks and all steps, including the warm-up.  Times are those of the
+    slowest rank, over timed steps.  Words have 4 bytes.
     """
 
     collective: str
@@ -48,12 +48,14 @@ class Row:
     steps: int  # steps timed as a whole; as many more have the exchange timed alone
     warmup: int
     steps_total: int  # all steps of the row, including untimed ones
-    steps_verified: int  # steps verified by the sum and the law; on the others totals were compared
+    steps_verified: (
+        int  # steps verified by the sum and the law; on the others, totals were compared
+    )
     seed: int
     seconds_25: float
     seconds_median: float  # seconds of the whole ``reduce()``: accumulate, select, exchange, commit
     seconds_75: float
-    seconds_exchange_median: float  # selected -> total, from a common start
+    seconds_exchange_median: float  # from selected to total, from a common start
     seconds_local_median: float  # the whole minus the exchange
     seconds_add_median: float | None  # seconds of ``residual.add_(gradient)`` on all ranks at once
     processor_exchange_median: (
@@ -63,14 +65,14 @@ class Row:
     seconds_stages: dict[
         str, float
     ]  # mean seconds per step of rank 0, by stage of ``ledger.STAGES``
-    # the time that max(sent, received) of the median step takes on the link, less its burst
+    # time on the link for max(sent, received) of the median step, less the link's burst
     wire_seconds: float | None
     bytes_sent_max: int
     bytes_received_max: int
-    bytes_kernel_max: int | None  # max(sent, received) as the kernel counted, with headers
+    bytes_kernel_max: int | None  # max(sent, received) as counted by the kernel, with headers
     words_per_k_max: float  # max(sent, received) in words / k
     bound_words_per_k: float | None  # the claim for this collective on this input
-    # entries of the total / min(k, entries of the sum of the selected); dense: 1
+    # entries of the total / min(k, entries of the sum of selections); dense: 1
     entries_min: float
     law_error_max: float | None  # error of the law of conservation, in units of its tolerance
     wrong: int  # entries of totals that differ between ranks or from the sum of the delivered
@@ -85,7 +87,7 @@ class Row:
 def summarize(
     case: Case, measured: Measured, rate: int | None = None, links: str | None = None
 ) -> Row:
-    """Summarise all steps of a case in a row; ``rate`` is in bits per second, of the lab's ``links``."""
+    """Summarise all steps of a case; ``rate`` is the lowest bits per second of the lab's ``links``."""
     outcomes, whole, alone = measured.outcomes, measured.whole, measured.alone
     seconds = torch.tensor([o.seconds for o in whole], dtype=torch.float64)
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
@@ -135,10 +137,10 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
-    """Return a row's times relative to others of the same run, as keys of the JSON.
+    """Return a row's times relative to those of others in the same run, as keys of the JSON.
 
-    The speed-ups are over the row "dense" of the same size and density; the exchange is relative to the
-    time of its bytes on the link, the rest to ``residual.add_(gradient)``.
+    Speed-ups are relative to the row "dense" of the same size and density.  The exchange is relative to
+    the time of its bytes on the link, the rest to ``residual.add_(gradient)``.
     """
 
     def over(one: float | None, other: float | None) -> float | None:
@@ -157,15 +159,15 @@ def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a row and its ratios in the form of the JSON."""
+    """Return a row and its ratios in the form used in the JSON."""
     return {**asdict(row), **ratios(row, rows)}
 
 
 def bound_words_per_k(case: Case) -> float | None:
     """Return the claimed words per requested entry: max(sent, received) of any rank on any step.
 
-    For "oktopk-paper" this is the paper's claim, which ignores the exact steps and the drift of reused
-    thresholds. The result is None if there is no claim.
+    For "oktopk-paper", this is the paper's claim, which ignores the exact steps and the drift of reused
+    thresholds.  Return None if there is no claim.
     """
     job = Job(case.size, case.k, case.ranks)
     collective = algorithm_of(case.collective).make_collective()
@@ -191,7 +193,7 @@ def tables(rows: Sequence[Row]) -> Group:
 
 
 def _times(row: Row, rows: Sequence[Row]) -> dict[str, str]:
-    """Show times relative to dense, to the wire and to an addition, and then in milliseconds."""
+    """Show times relative to dense, to the wire and to an addition, then in milliseconds."""
     over = {name: format_ratio(ratio) for name, ratio in ratios(row, rows).items()}
     real, between = row.transport != "sim", row.seconds_75 - row.seconds_25
     return {
@@ -209,7 +211,7 @@ def _times(row: Row, rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _stages(row: Row) -> dict[str, str]:
-    """Show the parts of a step's time (RedSync, Figure 10): mean milliseconds of rank 0."""
+    """Show the parts of a step's time (RedSync, Figure 10): mean milliseconds on rank 0."""
     stages = {f"{name} ms": format_ms(seconds) for name, seconds in row.seconds_stages.items()}
     return {"collective": row.collective, **stages}
 

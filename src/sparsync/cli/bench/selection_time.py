@@ -1,4 +1,4 @@
-"""The cost of selecting k of n, selector by selector, over sizes of the residual (RedSync, Figure 3)."""
+"""The time to select k of n, for each selector over sizes of the residual (RedSync, Figure 3)."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ _UNITS = MappingProxyType({"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30})
 _ITEM = 4  # bytes of a float32
 # rounds of error feedback that make a residual, in which entries accumulate below the threshold
 _ROUNDS = 20
-# the standard deviation of the gradient, relative to the distance between the k-th and 2k-th
-# magnitude
+# standard deviation of the gradient, relative to the distance between the k-th and 2k-th magnitude
 _DRIFT = 0.25
-_PERIOD = 5  # calls that share a threshold (RedSync, 5.2.2: "empirically set to 5")
-_SETTLED = 10  # calls until the fused selector knows how many candidates to collect
+_PERIOD = 5  # number of calls that share a threshold (RedSync, 5.2.2: "empirically set to 5")
+_SETTLED = 10  # number of calls until the fused selector knows how many candidates to collect
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,12 @@ class SelectorSettings:
 
     sizes: tuple[int, ...]  # sizes of the residual in bytes; float32
     density: float = 0.001  # k / n (RedSync: 0.1 %)
-    # the kind of input: "uniform" on [0, 1) as in the figure, "normal", or "residual", as after
-    # rounds of error feedback
+    # "uniform" on [0, 1) as in the figure, "normal", or "residual" as after rounds of error feedback
     input: str = "uniform"
     device: str = "cpu"
     seed: Seed = 0  # seed of the residual and of the gradients
     seconds: float = 0.3  # seconds for which a selector is repeated after its warm-up
-    repeats: int = 3  # least number of repetitions, however long they take
+    repeats: int = 3  # minimum number of repetitions, however long they take
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -95,7 +93,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def format_size(nbytes: int) -> str:
-    """Write a size as ``parse_sizes`` reads it, in the largest unit that divides it.
+    """Format a size as ``parse_sizes`` reads it, in the largest unit that divides it.
 
     Example:
         >>> format_size(65536), format_size(1 << 29), format_size(1536 << 10)
@@ -110,16 +108,16 @@ def format_size(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class SelectorRow:
-    """One selector at one size; the fields are keys of the JSON.  None if it selects no entries."""
+    """One selector at one size; fields are keys of the JSON, and None if it selects no entries."""
 
     selector: str
     nbytes: int  # bytes of the residual
-    speedup: float  # seconds of torch.topk at this size over the selector's
-    over_read: float  # the selector's seconds over those of reading the residual once
+    speedup: float  # seconds of torch.topk at this size over those of the selector
+    over_read: float  # seconds of the selector over those of reading the residual once
     entries_over_k: float | None  # entries selected by the last call, over k
-    recall: float | None  # share of the k largest entries that were selected
-    correct: bool  # whether the k largest were selected, if they are promised
-    # seconds of one call, the median of the samples; on the CPU, processor time of the only thread
+    recall: float | None  # fraction of the k largest entries that were selected
+    correct: bool  # whether the k largest were selected, if that is promised
+    # median seconds of one call; on the CPU, processor time of the only thread
     seconds: float
     samples: int
     size: int
@@ -135,10 +133,10 @@ class _Line:
 
     name: str
     prepare: Callable[[], object]  # makes the next step's data; not timed
-    run: Callable[[], Tensor]  # returns the values that it selected
+    run: Callable[[], Tensor]  # returns the selected values
     exact: bool | None = False  # whether the k largest are promised; None: selects nothing
     period: int = 1  # number of successive calls that differ; a sample is their mean
-    warmup: int = 1  # untimed calls before
+    warmup: int = 1  # number of untimed calls before
     samples: list[float] = field(default_factory=list)  # seconds per call
 
     def sample(self, clock: Callable[[], float]) -> Tensor:
@@ -154,19 +152,19 @@ class _Line:
 
 
 def _judge(x: Tensor, k: int, values: Tensor) -> tuple[float, float]:
-    """Return the number of selected values divided by k, and the share of the k largest found."""
+    """Return the number of selected values over k, and the fraction of the k largest among them."""
     largest = x[kernels.top(x, k)].abs()
     reached = int(
         (values.abs() >= largest.min()).sum()
-    )  # more than k if there are ties with the k-th
+    )  # more than k if others tie with the k-th largest
     return values.numel() / len(largest), min(reached / len(largest), 1.0)
 
 
 def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
     """Time every selector at every size, from the smallest; torch.topk comes first, a plain read last.
 
-    Between two calls a small gradient is added to the residual, or subtracted, so that thresholds move;
-    this also leaves the residual in the caches as an accumulation would. On the CPU all selectors run on
+    Between two calls, a small gradient is added to the residual or subtracted, so that thresholds move.
+    Like an accumulation, this also leaves the residual in the caches.  On the CPU, all selectors run on
     one thread, as torch.topk always does.
     """
     rows = []
@@ -242,7 +240,7 @@ def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor
 
 
 def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
-    """Return the rows in order; none of them moves ``x`` far from its present values."""
+    """Return the lines in order; none of them moves ``x`` far from its present values."""
 
     def move() -> Tensor:
         return x.add_(gradient.neg_())
@@ -314,7 +312,7 @@ def _table(title: str, rows: Sequence[SelectorRow], cell: Callable[[SelectorRow]
 
 
 def write_plot(rows: Sequence[SelectorRow], path: Path) -> None:
-    """Draw milliseconds over the size, both logarithmic."""
+    """Plot milliseconds against the size, both on logarithmic scales."""
     first, last = rows[0], rows[-1]
     sizes = [row.nbytes for row in rows if row.selector == first.selector]
     title = (

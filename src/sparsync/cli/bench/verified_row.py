@@ -24,7 +24,7 @@ from sparsync.units import Slot, Unit
 __all__ = ["Case", "Evidence", "Verdict", "WatchedReducer", "compare", "digest", "judge"]
 
 _ROUNDING = 2.0**-24  # half a unit in the last place of float32
-_TINY = 2.0**-150  # below every float32, so nothing may differ where nothing was accumulated
+_TINY = 2.0**-150  # below every float32, so where nothing was accumulated, nothing may differ
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Case:
         return self.collective if isinstance(self.collective, str) else self.collective.name
 
     def draw(self, rank: int, step: int) -> Tensor:
-        """Return a rank's gradient, new on every step so error feedback sees no repetition."""
+        """Return a rank's gradient, new on every step so that error feedback sees no repetition."""
         return gradient(self.input, Draw(self.size, self.ranks, rank, step, self.seed))
 
 
 @final
 class _Watched(Collective):
-    """Forwards calls to a collective, and keeps the vectors and times of the last call."""
+    """Forwards calls to a collective, and stores the vectors and times of the last call."""
 
     def __init__(self, inner: Collective) -> None:
         self.inner = inner
@@ -73,7 +73,7 @@ class _Watched(Collective):
         """Prepare for the next call.
 
         Args:
-            keep: keep copies of the vectors, because the reducer may overwrite its buffers.
+            keep: whether to store copies of the vectors, because the reducer may overwrite its buffers.
             fence: called before the exchange, which starts when ``fence`` returns; None to start at
                 once.
         """
@@ -125,7 +125,7 @@ class WatchedReducer:
         self._accumulated: Tensor | None = None
 
     def feed(self, *, keep: bool, fence: Callable[[], float] | None = None) -> Tensor:
-        """Return the step's gradient, and with ``keep`` keep the evidence of this step."""
+        """Return the gradient of the next step; with ``keep``, store the evidence of this step."""
         self.seen.watch(keep=keep, fence=fence)
         mine = self.case.draw(self.reducer.comm.rank, self.reducer.step)
         self._accumulated = mine + self._residual() if keep else None
@@ -157,11 +157,11 @@ class WatchedReducer:
 class Evidence:
     """The vectors of one rank in one step; see the life of a gradient in ``sparsync``."""
 
-    # `[n]`, the residual of the last step plus the gradient, computed independently
+    # `[n]`, the last step's residual plus the gradient, computed independently
     accumulated: Tensor
     residual: Tensor  # `[n]`, after the commit
     selected: Vector  # the vector that entered the collective
-    delivered: Vector  # what this rank delivered, according to the collective
+    delivered: Vector  # the part that this rank delivered, according to the collective
     total: Vector  # the sum that the collective returned
     lost: Vector  # part of ``delivered`` that was rounded away and deliberately not kept
 
@@ -172,8 +172,8 @@ class Verdict(NamedTuple):
     Attributes:
         wrong: entries of the total that differ between ranks or from the sum of delivered entries.
         law_error: the largest |sum(accumulated) - total - sum(residual) - sum(lost)| in units of its
-            tolerance ``(P + 2) 2^-24 sum (max(|accumulated|, |delivered|) + |lost|)``; above 1 the law
-            is broken.
+            tolerance ``(P + 2) 2^-24 sum (max(|accumulated|, |delivered|) + |lost|)``; above 1, the
+            law is broken.
         entries: entries of the total / min(k, entries of the sum of selections); 1 if dense.
     """
 
@@ -185,8 +185,8 @@ class Verdict(NamedTuple):
 def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
     """Judge a step by the evidence of all ranks, in O(n) memory.
 
-    Totals must be equal on all ranks, and equal to the sum of all delivered vectors.  The latter
-    holds within the law's tolerance, because collectives add in different orders and round at
+    Totals must be equal on all ranks, and equal to the sum of all delivered vectors.  That sum is
+    compared within the law's tolerance, because collectives add in different orders and round at
     different places.
 
     Example:
@@ -204,7 +204,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
             accumulated, magnitude, residual, delivered = torch.zeros(4, len(dense)).double()
             selected, differs = torch.zeros_like(dense), torch.zeros_like(dense, dtype=torch.bool)
         accumulated += mine.accumulated
-        # a codec may deliver more than the entry (a mean), and rounding errors are relative to that
+        # a codec may deliver more than the entry (a mean); rounding errors are relative to that
         magnitude += mine.accumulated.abs().maximum(given.abs()) + lost.abs()
         residual += mine.residual + lost
         delivered += given - lost
@@ -223,7 +223,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
 def compare(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
     """Judge a step by one rank's total and the digests of all ranks' totals, without the law.
 
-    ``selected`` is the largest number of entries that any rank selected; the sum has at least as many,
+    ``selected`` is the largest number of entries that any rank selected.  The sum has at least as many,
     unless some cancel to 0.
     """
     return Verdict(len(digests) - 1, 0.0, _entries(k, selected, total))

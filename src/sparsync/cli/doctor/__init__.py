@@ -1,1 +1,1 @@
-"""``sparsync doctor``: the ranks' facts, the checks on them, and the page that shows both."""
+"""``sparsync doctor``: facts about the ranks, checks on these facts, and the page that shows both."""

@@ -1,4 +1,4 @@
-"""The checks of ``sparsync doctor``: lines with a verdict of ok, note or bad, and advice."""
+"""The checks of ``sparsync doctor``: lines with a verdict (ok, note or bad) and advice."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["Check", "check_facts", "check_links", "equal"]
 class Check:
     """One line of the page.
 
-    With "note", training works, but the fact costs time or may surprise; with "bad", training goes
-    wrong, or is much slower than it could be.
+    "note" means that training works, but that the fact costs time or may surprise.  "bad" means that
+    training goes wrong, or is much slower than it could be.
     """
 
     level: Literal["ok", "note", "bad"]
@@ -94,7 +94,7 @@ def _threads(facts: Facts, ranks: int) -> Check:
 
 
 def check_links(found: Calibration, walls: Sequence[float]) -> Iterator[Check]:
-    """Check the links and clocks; ``walls`` are offsets of wall from monotonic clocks, in seconds."""
+    """Check links and clocks; ``walls`` are offsets of wall clocks from monotonic ones, in seconds."""
     if not found.links:
         yield Check("note", "a single rank: there are no links to measure", "start more ranks")
         return
@@ -122,8 +122,7 @@ def _slow(found: Calibration, *, most: int = 4) -> list[Check]:
     for link in slow:
         sends = {k for k in found.links if k.source == link.source} <= set(slow)
         receives = {k for k in found.links if k.dest == link.dest} <= set(slow)
-        # a single line for a rank whose links are all slow in one direction, because its cable is
-        # the likely cause
+        # one line for a rank whose links are all slow in one direction: its cable is the likely cause
         name = f"the link from rank {link.source} to rank {link.dest} is"
         if sends and len(found.links) > 2:
             name = f"sending from rank {link.source} is"

@@ -89,7 +89,7 @@ class DoctorSettings:
 
 @dataclass(frozen=True)
 class Examination:
-    """The ranks' findings."""
+    """The findings on all ranks."""
 
     transport: str  # the transport that carried the messages
     lab: str | None  # the text that describes the shaped links
@@ -134,7 +134,7 @@ def doctor(settings: DoctorSettings) -> Examination | None:
 
 
 def examine(settings: DoctorSettings) -> Examination:
-    """Run one rank of the examined group; all ranks return the same.
+    """Run one rank of the examined group; the result is the same on all ranks.
 
     Raises:
         PeerError: ranks run different versions of sparsync.
@@ -196,7 +196,7 @@ def sentence(found: Examination, *, elements: int = 14_728_266) -> str:
 
 
 def as_json(found: Examination) -> dict[str, Any]:
-    """Return plain numbers; ``Machine.from_json`` reads its "machine"."""
+    """Return plain numbers; ``Machine.from_json`` reads the "machine" among them."""
     first, *_ = found.facts
     return {
         **asdict(found.calibration),
@@ -224,7 +224,7 @@ def _heading(found: Examination) -> str:
 
 
 def _measured(found: Calibration) -> Columns:
-    """Show the numbers with their intervals."""
+    """Show the measured numbers with their intervals."""
     machine, ends, rows = found.machine, found.intervals, []
     for name, what, write in (
         ("alpha", "a message's latency", format_seconds),

@@ -1,4 +1,4 @@
-"""The checks of ``sparsync doctor`` on the kernels' TCP over far links, each with a command to fix it."""
+"""The checks of ``sparsync doctor`` on TCP over far links, each with a command that fixes the problem."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsync.cost.wording import format_bytes, format_seconds
 __all__ = ["bytes_in_flight", "check_far", "round_trip", "window"]
 
 _FAR: Final = 0.01  # seconds of a round trip; every pause costs a few round trips
-# The part of a window that may be in flight without a warning.  The kernel charges 2.3 KB for a
+# The fraction of a window that may be in flight without a warning.  The kernel charges 2.3 KB for a
 # packet of 1.5 KB, so a window that is 0.63 full may already be the limit.
 _FULL: Final = 0.5
 # The suggested window over the bytes in flight: a factor of 2 for the kernel's packet charge, and
@@ -21,15 +21,14 @@ _FULL: Final = 0.5
 _SPARE: Final = 4
 _MIB: Final = 1 << 20
 _SHRINKING: Final = ("reno", "cubic")
-# The bytes that are sent at once if windows are kept through a pause, and the seconds of data that
-# a link's queue holds. Bytes that do not fit into the queue are lost, which costs more than a slow
-# start.
+# The bytes sent at once if windows are kept through a pause, and the seconds of data that a link's
+# queue holds.  Bytes that do not fit into the queue are lost, which costs more than a slow start.
 _BURST, _QUEUE = 1_000_000, 0.1
-_TIMEOUT: Final = 0.2  # seconds over a round trip, after which TCP forgets the rate
+_TIMEOUT: Final = 0.2  # seconds, in addition to a round trip, after which TCP forgets the rate
 
 
 def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Check the kernels' TCP against the links, unless all ranks share a network stack."""
+    """Check the kernels' TCP settings against the links, unless all ranks share a network stack."""
     if not found.links or len({facts.network for facts in everyone}) == 1:
         return
     yield from _differing(everyone)
@@ -59,9 +58,9 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
 def round_trip(found: Calibration) -> float:
     """Return the seconds of an empty message and its answer between the most distant ranks.
 
-    This is twice the latency fitted to all links, or the sum of a pair's two latencies if that sum
-    is larger. If only some links are far, their share of a round varies; a single pair's latencies
-    may be too small because of its clocks.
+    This is twice the latency fitted to all links, or the sum of a pair's two latencies if that is
+    larger.  If only some links are far, their share of a round varies; a single pair's latencies may be
+    too small because of errors in its clocks.
 
     Example:
         >>> from sparsync.cost.links import Link
@@ -85,7 +84,7 @@ def bytes_in_flight(found: Calibration) -> float:
 def window(facts: Facts) -> float | None:
     """Return the bytes that this rank's kernel allows in flight per TCP connection, if known.
 
-    Part of the receive buffer is not available as window, depending on ``tcp_adv_win_scale``.
+    Part of the receive buffer cannot be used as window, depending on ``tcp_adv_win_scale``.
 
     Example:
         >>> from sparsync.cli.doctor.machine_facts import local_facts
@@ -100,7 +99,7 @@ def window(facts: Facts) -> float | None:
 
 
 def _share(facts: Facts) -> float:
-    """Return the fraction of a receive buffer used as window, as the kernel's ``tcp_win_from_space``."""
+    """Return the part of a receive buffer used as window, like the kernel's ``tcp_win_from_space``."""
     (scale,) = facts.tcp.get("tcp_adv_win_scale", (1,))
     return 1 - 0.5**scale if scale > 0 else 2.0**scale
 
@@ -130,7 +129,7 @@ def _narrow(needed: float, everyone: Sequence[Facts]) -> Iterator[Check]:
 
 
 def _differing(everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Report a rank whose kernel settings differ from most."""
+    """Report ranks whose kernel settings differ from those of most ranks."""
     for name in dict.fromkeys(name for facts in everyone for name in facts.tcp):
         values = [" ".join(map(str, facts.tcp.get(name, ("unknown",)))) for facts in everyone]
         advice = "set the same on all ranks: the slowest sets the pace"

@@ -39,22 +39,21 @@ class Facts:
     python: str
     platform: str  # system and processor
     kernels: str  # instruction set of the native kernels; "torch": not in use
-    built: bool  # native kernels are installed
-    cores: int  # cores that this process may use
-    threads: int  # threads that torch uses
-    openmp: int  # loaded OpenMP runtimes
-    backends: dict[str, str]  # transports and devices by name, with versions if there are any
-    loopback: bool  # gloo listens where no other host can reach it
+    built: bool  # whether native kernels are installed
+    cores: int  # number of cores that this process may use
+    threads: int  # number of threads that torch uses
+    openmp: int  # number of loaded OpenMP runtimes
+    backends: dict[str, str]  # transports and devices by name, with their versions, if any
+    loopback: bool  # whether gloo listens where no other host can reach it
     machine: str  # digest that all ranks of a machine share
-    network: str  # shared by ranks on one network stack: containers of a machine have several
+    network: str  # equal for ranks on one network stack: containers of a machine have several
     host: str | None  # host name, if requested
-    wall: float  # offset of the wall clock from the monotonic one, in seconds
-    mpi: str | None  # the MPI library, if it carries the messages
+    wall: float  # offset of the wall clock from the monotonic clock, in seconds
+    mpi: str | None  # the MPI library, if MPI carries the messages
     # kernel settings that affect far links, if the kernel has them
     tcp: dict[str, tuple[int, ...]]
     congestion: str  # TCP's congestion control, e.g. "cubic"; empty: unknown
-    # bytes that are free now in the machine, and in the GPU that this rank would take; None if
-    # unknown
+    # free bytes in the machine, and in the GPU that this rank would use; None if unknown
     memory: int | None
     device_memory: int | None
 
@@ -134,8 +133,8 @@ def _backends() -> dict[str, str]:
 def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[int, ...]]:
     """Return some kernel settings as numbers, by name; unknown ones are left out.
 
-    The settings belong to the process's network stack, and those of a container may differ from its
-    host's.
+    The settings belong to the process's network stack; in a container, they may differ from those of
+    the host.
     """
     found = {}
     for name in _TCP:
@@ -176,7 +175,7 @@ def _on_loopback(environ: Mapping[str, str]) -> bool:
     """Return whether gloo will listen where no other host can reach it."""
     interface = environ.get("GLOO_SOCKET_IFNAME")
     if interface:
-        # attach refuses a value that selects no interface, and names the interfaces that exist
+        # attach refuses a value that selects no interface, and names the existing interfaces
         with suppress(ConfigurationError):
             return all(one.loopback for one in selected(interface, own_interfaces()))
         return False

@@ -20,13 +20,12 @@ _DENSITY: Final = 0.01
 def check_memory(everyone: Sequence[Facts], size: int, optimizer: Optimizer) -> Check:
     """Check whether training fits with ``attach``, without it, or not at all, not counting activations.
 
-    The free memory of a machine is divided among its ranks, and the rank with the least memory
-    decides.
+    The free memory of a machine is divided among its ranks; the rank with the least memory decides.
 
     Args:
         everyone: the facts of all ranks.
-        size: trained parameters of the model, in float32.
-        optimizer: the kind of the optimizer.
+        size: number of trained parameters of the model, in float32.
+        optimizer: kind of the optimizer.
     """
     training, *ways = footprints(size, int(_DENSITY * size), optimizer)
     devices = [facts.device_memory for facts in everyone]
@@ -40,8 +39,7 @@ def check_memory(everyone: Sequence[Facts], size: int, optimizer: Optimizer) -> 
     apart = device is not None
     free = f"{format_bytes(device)} and {format_bytes(host)}" if device else format_bytes(host)
     plain = f"a rank has {free} left, without activations"
-    # the default comes first, and then the settings that ``attach`` chooses where the default does
-    # not fit
+    # first the default, then the settings that ``attach`` chooses if the default does not fit
     for at, way in enumerate(ways[:2]):
         if _fits(training, way, device, host):
             what = f"{model}: {_text(training, way, apart)}; {plain}"
@@ -60,7 +58,7 @@ def check_memory(everyone: Sequence[Facts], size: int, optimizer: Optimizer) -> 
 
 
 def _least(values: Sequence[int | None]) -> int | None:
-    """Return the smallest value, or None if one is unknown."""
+    """Return the smallest value, or None if any value is unknown."""
     known = [value for value in values if value is not None]
     return min(known) if known and len(known) == len(values) else None
 

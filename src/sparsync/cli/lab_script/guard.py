@@ -1,10 +1,10 @@
 """End all processes in a lab's namespaces; as a program, do so once the lab's process is gone.
 
-``python -I -S guard.py FILE...`` waits for the end of its standard input. The files are the namespaces;
-while they are open, no other namespace gets their numbers. A process is found by its namespace, because a
-script may start others in sessions of their own, as torchrun does.
+``python -I -S guard.py FILE...`` waits until its standard input ends.  The files are the namespaces; as
+long as they are open, no other namespace gets their numbers.  Processes are found by their namespace,
+because a script may start others in new sessions, as torchrun does.
 
-The program starts at once because it imports nothing of sparsync.
+The program starts at once, because it imports nothing from sparsync.
 """
 
 import os
@@ -23,7 +23,7 @@ Identity = tuple[int, int]
 
 
 def identity(file: int | str) -> Identity:
-    """Return the device and inode of a namespace, which is given by an open file or a path."""
+    """Return the device and inode of a namespace, given as an open file or a path."""
     status = os.fstat(file) if isinstance(file, int) else Path(file).stat()
     return status.st_dev, status.st_ino
 
@@ -47,7 +47,7 @@ def signal_all(namespaces: Iterable[Identity], number: int) -> None:
 
 
 def end_all(namespaces: Iterable[Identity], seconds: float) -> None:
-    """Ask all processes inside to end, and kill those that are still there after ``seconds``."""
+    """Ask all processes inside to end, and kill those that are still running after ``seconds``."""
     known = list(namespaces)
     signal_all(known, signal.SIGTERM)
     deadline = time.monotonic() + seconds

@@ -27,8 +27,8 @@ def rank_variables(
 
     Args:
         rank: this rank.
-        addresses: addresses of all ranks; the store is at rank 0's.
-        environ: the environment of the command, whose settings take precedence where possible.
+        addresses: addresses of all ranks; the store is at rank 0's address.
+        environ: the environment of the command; its settings take precedence where possible.
 
     Example:
         >>> found = rank_variables(1, ["10.77.0.1", "10.77.0.2"], {"OMP_NUM_THREADS": "3"})
@@ -37,15 +37,15 @@ def rank_variables(
     """
     ranks, host = len(addresses), addresses[0]
     usual = {
-        # by torch's default each rank would use all cores, and ranks would wait for each other
+        # by torch's default, each rank would use all cores, and ranks would wait for each other
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
         "PYTHONUNBUFFERED": "1",
-        # the lab has no route to the Internet, and these libraries would retry endlessly
+        # the lab has no route to the Internet, so these libraries would retry endlessly
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
-        # the lab has no name server either, and torch would warn that addresses have no names
+        # the lab has no name server either, so torch would warn that addresses have no names
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # torchruns that restart workers would reuse the store, and with it addresses of the last round
+        # torchruns that restart workers would reuse the store, and the last round's addresses in it
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     # the variables of one machine with all ranks, as under torchrun --nproc-per-node
@@ -62,9 +62,8 @@ def rank_variables(
         "MASTER_PORT": MASTER_PORT,
         "TORCHELASTIC_RUN_ID": _JOB,  # by which Lightning and others recognise torchrun
     }
-    # These are defaults of torchrun's options: for a torchrun inside, every rank is a node of its
-    # own.  The node rank is left out, because c10d's rendezvous assigns it, and warns that a given
-    # one is ignored.
+    # Defaults of torchrun's options: for a torchrun inside, every rank is a separate node.  The node
+    # rank is left out, because c10d's rendezvous assigns it, and warns if one is given.
     agents = {
         "PET_NNODES": ranks,
         "PET_RDZV_BACKEND": "c10d",
@@ -83,11 +82,11 @@ def searched(environ: Mapping[str, str]) -> str:
 
 
 def check_script(words: Sequence[str], ranks: int, environ: Mapping[str, str]) -> list[str]:
-    """Return the command with the path of its program; refuse one that cannot run in the lab.
+    """Return the command with the path of its program; refuse a command that cannot run in the lab.
 
     Raises:
-        ConfigurationError: the program does not exist, or its torchruns would not meet as the lab's
-            nodes.
+        ConfigurationError: the program does not exist, or its torchruns would not meet as nodes of the
+            lab.
     """
     require(bool(words), "lab: no script; write it after --, as in -- python train.py")
     program, *rest = words
@@ -105,11 +104,11 @@ def check_script(words: Sequence[str], ranks: int, environ: Mapping[str, str]) -
 
 
 def _check_torchrun(words: Sequence[str], ranks: int) -> None:
-    """Refuse options with which torchruns, one per rank, would not form one job."""
+    """Refuse options with which the torchruns, one per rank, would not form one job."""
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
     parser = get_args_parser()
-    # an option that is not given gets the value that rank_variables hands down
+    # an option that is not given gets the value that rank_variables passes
     parser.set_defaults(nnodes=str(ranks), rdzv_endpoint="", rdzv_backend="c10d", standalone=False)
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

@@ -21,7 +21,7 @@ from sparsync.console import say
 __all__ = ["ScriptResult", "run_script"]
 
 _LOOK = 0.1  # seconds between checks of the counters and the processes
-_ASKED = 5.0  # seconds from SIGTERM to SIGKILL
+_ASKED = 5.0  # seconds between SIGTERM and SIGKILL
 _LONGEST_LINE = 1 << 16  # bytes; longer lines are cut
 _OF_A_SIGNAL = 128  # a shell's exit code for a signal is this plus the signal's number
 
@@ -35,14 +35,14 @@ class ScriptResult:
     command: list[str]
     ranks: int
     links: str  # as ``parse_links`` reads them
-    exit_code: int  # exit code of the rank that failed first, else 0; 128 + N: ended by signal N
+    exit_code: int  # of the rank that failed first, else 0; 128 + N: ended by signal N
     exit_codes: list[int]
-    seconds: float  # seconds from when all ranks had sent something until the last rank ended
+    seconds: float  # from the moment when all ranks had sent something until the last rank ended
     seconds_start: float  # seconds before that: imports, and building the model
-    bytes_sent: list[int]  # bytes on the rank's link, as the kernel counts
+    bytes_sent: list[int]  # bytes on the rank's link, as counted by the kernel
     bytes_received: list[int]
     sampled_seconds: list[float]  # seconds since the start; not by rank
-    sampled_bytes_sent: list[int]  # bytes sent at these times, by the rank that sent most in total
+    sampled_bytes_sent: list[int]  # bytes sent by then, on the rank that sent most in total
 
     @property
     def sent_most(self) -> int:
@@ -67,15 +67,15 @@ def run_script(
 ) -> ScriptResult:
     """Run a command on every rank, each behind its own link; return what the kernel counted.
 
-    The output of rank r is forwarded line by line, prefixed with ``[r]``. Once a rank has failed, the
-    others have ``grace`` seconds to end by themselves. A rank that a signal ends takes its own processes
-    along, as a lost machine would. In any case no process is left in the lab.
+    The output of rank r is forwarded line by line, prefixed with ``[r]``.  Once a rank has failed, the
+    others have ``grace`` seconds to end by themselves.  If a signal ends a rank, its own processes end as
+    well, as on a lost machine.  In any case, no process is left in the lab.
 
     Args:
         command: a program and its arguments.
         ranks: number of ranks P.
         links: links of the lab, see ``parse_links``.
-        run: the name of this run in its result.
+        run: name of this run in its result.
         variables: further environment variables of the ranks.
         grace: seconds that the other ranks have to end by themselves after one has failed.
         elastic: ranks may come and go, so start torchft's lighthouse on a separate link, and do not
@@ -183,7 +183,7 @@ class _Rank:
             "stderr": subprocess.PIPE,
             "start_new_session": True,  # Ctrl-C is forwarded once, by this program
         }
-        # a process starts in the namespace of the thread that starts it
+        # the process starts in the namespace of the thread that starts it
         self.process = seat.run(lambda: subprocess.Popen(list(command), **options))
         self._seat, self._lost = guard.identity(seat.namespace), False
         pipes = (self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)
@@ -203,7 +203,7 @@ class _Rank:
     def lose(self) -> None:
         """Kill everything that the rank has started, once a signal has ended the rank itself.
 
-        A torchrun that is killed does not end its workers, which would go on as if their node was there.
+        A killed torchrun does not end its workers, which would continue as if their node were there.
         """
         if not self._lost:
             self._lost = True
@@ -238,10 +238,10 @@ class _Printer:
         source.close()
 
     def _write(self, prefix: str, lines: Sequence[bytes], target: IO[str]) -> None:
-        # output that no thread reads any more must still be consumed, or the rank would block
+        # consume output even if nobody reads it any more, or the rank would block
         if not lines or self._error:
             return
-        # of a progress bar, keep only the last state, as a terminal would show it
+        # keep only the last state of a progress bar, which is what a terminal would show
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace") for line in lines]
         with self._lock:
             try:
@@ -297,13 +297,13 @@ class _Watch:
 
 
 def _of(lab: Lab, places: int, ranks: int) -> set[guard.Identity]:
-    """Return the namespaces that belong to no rank, i.e. that of the lighthouse."""
+    """Return the namespaces that belong to no rank, i.e. the lighthouse's."""
     return {guard.identity(lab.seat(place).namespace) for place in range(ranks, places)}
 
 
 @contextmanager
 def _kept_clean(lab: Lab, places: int) -> Iterator[set[guard.Identity]]:
-    """Kill all processes in the lab at the end; a guard does so if this process is killed."""
+    """Kill all processes in the lab at the end; if this process is killed, a guard does so."""
     paths = [lab.seat(place).namespace for place in range(places)]
     namespaces = {guard.identity(path) for path in paths}
     files = [os.open(path, os.O_RDONLY) for path in paths]

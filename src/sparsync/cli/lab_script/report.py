@@ -14,12 +14,12 @@ from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["comparison", "per_rank", "write_plot"]
 
-_SAME = 0.95  # share of dense's bytes above which nothing was compressed
+_SAME = 0.95  # fraction of dense's bytes above which nothing was compressed
 _STYLES = (("black", "-"), ("#d95f02", "--"))
 
 
 def per_rank(result: ScriptResult) -> Group:
-    """Describe one run: the seconds, and the bytes of every rank by the kernel's count."""
+    """Describe one run: the seconds, and every rank's bytes as counted by the kernel."""
     rows = [
         {
             "rank": f"{rank}",
@@ -86,10 +86,10 @@ def _same(dense: ScriptResult, attached: ScriptResult) -> list[str]:
 
 
 def write_plot(results: Sequence[ScriptResult], path: Path) -> None:
-    """Draw the bytes that a rank has sent over the seconds since all ranks had met.
+    """Plot the bytes that a rank has sent against the seconds since all ranks had met.
 
-    The picture is readable in grey, because each run has its own line style. A dot marks the end of
-    a run.
+    The picture is readable in grey, because each run has its own line style.  A dot marks the end of a
+    run.
     """
     from matplotlib.ticker import EngFormatter
 

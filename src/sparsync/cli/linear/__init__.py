@@ -1,1 +1,1 @@
-"""``sparsync linear``: train linear models on sparse data once per exchange, on the same rows."""
+"""``sparsync linear``: train linear models on sparse data, once per exchange, on the same rows."""

@@ -1,4 +1,4 @@
-"""The ranks of ``sparsync linear``: their rows, and one measured training per exchange."""
+"""The ranks of ``sparsync linear``: their rows, and a measured training per exchange."""
 
 from __future__ import annotations
 
@@ -37,11 +37,10 @@ class _Report:
     dimensions: int
     steps: int  # steps per epoch
     objective: list[float] = field(default_factory=list)  # before the first epoch, then after each
-    accuracy: list[float] = field(default_factory=list)  # likewise
+    accuracy: list[float] = field(default_factory=list)  # at the same times
     computed: list[list[float]] = field(default_factory=list)  # seconds; see ``Meter``
     exchanged: list[list[tuple[str, float, float]]] = field(default_factory=list)
-    # taken from the ledger: bytes sent and received, messages, and bytes sent without scd's
-    # derivatives
+    # from the ledger: bytes sent and received, messages, and bytes sent without scd's derivatives
     traffic: list[tuple[int, int, int, int]] = field(default_factory=list)
     digest: str = ""  # digest of the weights at the end
 
@@ -107,7 +106,7 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
 def predict(
     data: str, model: Path, cache: Path | None = None
 ) -> tuple[NDArray[np.float64], float | None]:
-    """Return a saved model's label of every row, and the accuracy if the rows have labels."""
+    """Return a saved model's label for every row, and the accuracy if the rows have labels."""
     trained = LinearModel.load(model)
     if data == TRIGRAMS:
         shard = trigram_shard(dimensions=len(trained.weights))
@@ -147,7 +146,7 @@ def _problems(
 
     The shard contains these rows, and may also contain rows of other ranks.
     """
-    # chosen by the row's global number, so that the choice does not depend on the number of ranks
+    # choose by the row's global number, so that the choice does not depend on the number of ranks
     numbers = np.arange(*row_range(shard.rows_total, rank=rank, world_size=world_size))
     every, model = settings.held_out_every, (settings.model, settings.l1, settings.l2)
     out = numbers % every == every - 1 if every else np.zeros(len(numbers), bool)
@@ -195,7 +194,7 @@ async def _train(
 
 
 def _save(settings: LinearSettings, exchange: str, solver: Solver, shard: Shard) -> None:
-    """Write the first exchange's model only: exchanges are lossless, and ranks bit-identical."""
+    """Write only the first exchange's model: exchanges are lossless and all ranks' models equal."""
     if settings.save is None or solver.comm.rank or exchange != settings.exchanges[0]:
         return
     meaning = {"labels": shard.known, "positive": shard.positive, "base": shard.base}
@@ -249,7 +248,7 @@ def _exchange_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of an epoch's exchanges, with and without those of derivatives.
 
-    They are measured from the common start to the end of the last rank; if ranks do not start
+    They are measured from the common start to the end of the last rank.  If ranks do not start
     together, they are the time of the slowest rank.
     """
     every = without = 0.0

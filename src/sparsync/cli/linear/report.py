@@ -1,4 +1,4 @@
-"""Results of ``sparsync linear``: their fields, which are the JSON's keys, and the tables."""
+"""Results of ``sparsync linear``: their fields, which are the keys of the JSON, and the tables."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["LinearResult", "tables", "with_ratios"]
 class LinearResult:
     """One training; its fields are keys of the JSON, and None where they do not apply.
 
-    Lists have one value per epoch unless stated otherwise; bytes are from the ledger of the rank that
-    sends or receives most. Seconds are those of the slowest rank, without evaluations.
+    Lists have one value per epoch unless stated otherwise.  Bytes are from the ledger of the rank that
+    sends or receives most.  Seconds are those of the slowest rank, without evaluations.
     """
 
     exchange: str
@@ -34,13 +34,13 @@ class LinearResult:
     dimensions: int
     steps: int  # steps per epoch
     staleness: int
-    # the mean loss plus penalties over all ranks' rows, before the first epoch and after each epoch
+    # mean loss plus penalties over all ranks' rows, before the first epoch and after each epoch
     objective: list[float]
-    accuracy: list[float]  # likewise, on ``accuracy_on``
+    accuracy: list[float]  # at the same times, on ``accuracy_on``
     accuracy_on: str  # "held-out rows" or "training rows"
     seconds: list[float]  # computation and exchanges together
-    # of exchanges: the time from when all ranks are ready until the last has its result; if
-    # asynchronous, the time that a rank waits for results that it needs
+    # exchanges, from when all ranks are ready until the last has its result; if asynchronous, the time
+    # that a rank waits for results that it needs
     seconds_communication: list[float]
     seconds_updates: list[float]  # the part of these for updates, without scd's derivatives
     bytes_sent: list[int]
@@ -49,7 +49,7 @@ class LinearResult:
     bytes_updates: list[int]
     replicas_equal: bool  # whether all ranks ended with bit-identical weights
     links: str | None = None  # the lab's links, as ``parse_links`` reads them
-    # seconds of "dense" over this one's; likewise below:
+    # seconds of "dense" over those of this result; the same for the other ratios
     speedup_communication: float | None = None
     speedup_updates: float | None = None
     speedup: float | None = None
@@ -84,7 +84,7 @@ def _ratio(dense: Sequence[float], own: Sequence[float]) -> float | None:
 
 
 def tables(results: Sequence[LinearResult]) -> Group:
-    """Show the ratios to dense first, then seconds and bytes per epoch, and then the losses."""
+    """Show the ratios to dense, then seconds and bytes per epoch, then the losses."""
     scd = results[0].solver == "scd"
     rows = [
         {
@@ -105,7 +105,7 @@ def tables(results: Sequence[LinearResult]) -> Group:
 
 
 def _losses(results: Sequence[LinearResult], columns: int = 6) -> Columns:
-    """Show the loss before the first epoch, after the last, and some losses between."""
+    """Show the loss before the first epoch, after the last one, and some losses in between."""
     last = len(results[0].objective) - 1
     shown = sorted({last * column // (columns - 1) for column in range(columns)})
     rows = [[r.exchange, *(f"{r.objective[epoch]:.7f}" for epoch in shown)] for r in results]

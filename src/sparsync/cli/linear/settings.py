@@ -69,7 +69,7 @@ class LinearSettings:
     data: Annotated[str, Readable(), option(_DATA)] = TRIGRAMS
     model: Annotated[str, option("logistic or svm.")] = "logistic"
     solver: Annotated[str, option("sgd, or scd: block coordinate descent (logistic only).")] = "sgd"
-    # the exchanges with which the training is repeated: names, possibly with options
+    # the exchanges with which to repeat the training: names, possibly with options
     exchanges: tuple[str, ...] = ("split-allgather",)
     ranks: Annotated[Ranks, ranks_option(4)] = 4
     transport: Annotated[str, option(_TRANSPORT)] = "auto"
@@ -167,7 +167,7 @@ class LinearSettings:
         background: Engine | None = None,
         **shared: Any,
     ) -> Solver:
-        """Make the solver of a rank's rows; ``shared``: further options of ``Solver``."""
+        """Make the solver for a rank's rows; ``shared`` has further options of ``Solver``."""
         from sparsync.published.sparcml.linear.solvers import SOLVERS
 
         found = self.named(exchange)

@@ -1,7 +1,7 @@
 """Simulated averaging: a scheme's own code on virtual ranks, whose steps have no common start.
 
-A model of n elements is simulated by n / C of them on links that are C times slower, so every byte
-counts C times, including those of headers.
+A model of n elements is simulated by n / C elements on links that are C times slower.  So every byte
+counts C times, including the bytes of headers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sparsync.transports.sim import (
 __all__ = ["AveragedRun", "scheme_scale", "simulate_averaging"]
 
 _COPIES = (
-    13  # largest number of copies of the n / C elements per rank: in memories, results and messages
+    13  # maximum number of copies of n / C elements per rank: in memories, results and messages
 )
 _ELEMENT_BYTES = 4
 
@@ -43,11 +43,11 @@ class AveragedRun:
 
     Attributes:
         scale: the factor C.
-        seconds: seconds of each reported step, the mean over ranks.
-        computation: seconds of computation of each reported step, the mean over ranks.
+        seconds: seconds of each reported step, mean over ranks.
+        computation: seconds of computation of each reported step, mean over ranks.
         simulation: the simulation of all steps, including the warm-up; ports have the bytes of n / C
             elements.
-        stages: seconds of work per step, the mean over ranks, by stage.
+        stages: seconds of work per step by stage, mean over ranks.
         steps: number of all steps.
     """
 
@@ -60,7 +60,7 @@ class AveragedRun:
 
 
 def scheme_scale(settings: SimulationSettings) -> float:
-    """Return the smallest C with which the virtual ranks fit ``settings.memory``."""
+    """Return the smallest C with which the virtual ranks fit into ``settings.memory``."""
     held = settings.memory / (settings.ranks * _COPIES * _ELEMENT_BYTES)
     return max(settings.model_size / held, 1.0)
 
@@ -75,20 +75,20 @@ def simulate_averaging(
 
     Args:
         scheme: the scheme's row.
-        settings: its ``steps`` and ``warmup`` are rounded up to whole periods of the scheme.
-        weigher: makes the function that counts the entries a message represents, for a scale.
+        settings: ``steps`` and ``warmup`` are rounded up to whole periods of the scheme.
+        weigher: returns, for a scale, the function that counts the entries that a message represents.
         advance: called whenever a rank ends a step.
     """
     ranks = settings.ranks
     scale = settings.scale or scheme_scale(settings)
     size = max(round(settings.model_size / scale), 1)
     period = _period(scheme.make())
-    # the run has whole periods, or a step's share of a global average would depend on where the run
+    # run whole periods; otherwise a step's share of a global average would depend on where the run
     # begins and ends
     before, reported = (-(-n // period) * period for n in (settings.warmup, settings.steps))
     steps = before + reported
     pace, slower = random.Random(settings.seed), dict(settings.stragglers)
-    # the draws are those of the rows of gradients, so the same ranks are late in the same steps
+    # the same draws as in rows of gradients, so that the same ranks are late in the same steps
     work = [
         [
             max(pace.gauss(settings.compute, settings.spread), 0.0) * slower.get(rank, 1.0)
@@ -143,7 +143,7 @@ def simulate_averaging(
 
 
 def _period(averager: Averager) -> int:
-    """Return the number of steps after which a scheme repeats itself: 1, or its period."""
+    """Return the number of steps after which a scheme repeats itself: its period, or 1."""
     own: Any = getattr(averager, "settings", averager)
     periods = (getattr(own, name, None) for name in ("period", "sync_period"))
     return next((period for period in periods if isinstance(period, int)), 1)

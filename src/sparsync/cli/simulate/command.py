@@ -115,7 +115,7 @@ def command(
 def _topology(
     network: str | None, measured: Machine | None, ports: str, nodes: int | None, inner: str | None
 ) -> Topology:
-    """Return the given links, the measured machine's or the default ones, with or without nodes."""
+    """Return the topology of the given links, the measured ones or the default, with nodes if given."""
     if network is None and measured is not None:
         links = Links(measured.alpha, measured.beta)
     else:
@@ -267,7 +267,7 @@ def _write_plot(rows: Sequence[SimulatedRow], path: Path) -> None:
 
 
 def _write_lines(rows: Sequence[SimulatedRow], path: Path) -> None:
-    """Draw the time per step over world sizes, one line per algorithm."""
+    """Plot the time per step against the world size, one line per algorithm."""
     with drawing(path, (6.4, 4.2), "simulated ranks") as axis:
         for number, name in enumerate(dict.fromkeys(row.algorithm for row in rows)):
             its = sorted((row.ranks, row.mean("seconds")) for row in rows if row.algorithm == name)

@@ -1,4 +1,4 @@
-"""Gradients of virtual ranks, which are recorded, dense, or sparse (in less memory than n elements)."""
+"""Gradients of virtual ranks: recorded, dense, or sparse in less memory than n elements need."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from sparsync.transports.communicator import Communicator
 
 __all__ = ["Gradients", "gradients", "load_gradients", "placed"]
 
-_CELLS = 2  # per wanted entry: the smaller half of the elements is seldom sent
+_CELLS = 2  # cells per wanted entry: the smaller half of the elements is seldom sent
 
 
 @dataclass(frozen=True)
 class Gradients:
     """The gradients for one row."""
 
-    sizes: Sequence[int]  # elements of every unit; their sum is n / C
-    held: Sequence[int]  # elements of every unit that a rank holds
+    sizes: Sequence[int]  # number of elements of every unit; their sum is n / C
+    held: Sequence[int]  # number of elements of every unit that a rank holds
     density: float  # k / held
     draw: Callable[[int, int], Sequence[Tensor]]  # fresh `[held]` per unit, for a rank and step
-    # the ascending positions of the held elements, for a rank and unit; None if all elements are
-    # held
+    # ascending positions of the held elements, for a rank and unit; None if all elements are held
     places: Callable[[int, int], Tensor] | None = None
 
 
@@ -68,7 +67,7 @@ def load_gradients(path: Path) -> Tensor:
     """Read recorded gradients, `[rows, n]` or `[n]`, from an .npy or ``torch.save`` file.
 
     Raises:
-        ConfigurationError: the file is neither, or has no such tensor.
+        ConfigurationError: the file has neither format, or no such tensor.
     """
     try:
         if path.suffix == ".npy":
@@ -94,7 +93,7 @@ def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
     """Return normal values at 2 k places of a unit, one in each of 2 k cells of equal width.
 
     A fraction of the cells (``shared``) has the same place and value on all ranks; the others are
-    independent on each rank.  Places stay the same from step to step, values are fresh.
+    independent on each rank.  Places stay the same from step to step; values are fresh.
     """
     held = [min(_CELLS * max(round(settings.density * size), 1), size) for size in sizes]
 
@@ -116,7 +115,7 @@ def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
         return [mixed(torch.randn, rank, unit, step) for unit in range(len(sizes))]
 
     def places(rank: int, unit: int) -> Tensor:
-        # positions are drawn again on each request, because keeping them would dominate the memory
+        # draw positions again on every request, because keeping them would dominate the memory
         edges = torch.arange(held[unit] + 1) * sizes[unit] // held[unit]
         within = mixed(torch.rand, rank, unit, -1)
         return edges[:-1] + (within * edges.diff()).long().clamp(max=edges.diff() - 1)
@@ -125,8 +124,8 @@ def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
 
 
 def placed(algorithm: Algorithm, source: Gradients) -> Algorithm:
-    """Return an algorithm whose collectives see whole units although ranks hold parts of them."""
-    units = iter(range(len(source.sizes)))  # collectives are made in the order of units
+    """Return an algorithm whose collectives see whole units although ranks hold only parts of them."""
+    units = iter(range(len(source.sizes)))  # collectives are created in the order of units
     return replace(
         algorithm,
         make_collective=lambda: _Placed(algorithm.make_collective(), source, next(units)),
@@ -162,8 +161,8 @@ class _Placed(Collective):
         reduced = await self.inner.reduce(comm, whole, k, step)
         places = find(comm.rank, self.unit)
         assert isinstance(reduced.delivered, SparseVector)
-        # an owner may keep undelivered entries of other ranks, which are not held here; times do
-        # not depend on these entries
+        # an owner may keep undelivered entries of other ranks, which are not held here; times do not
+        # depend on these entries
         mine = reduced.delivered.restrict(places)
         back = SparseVector(kernels.restrict(places, mine.indices), mine.values, places.numel())
         return Reduced(reduced.total, back)

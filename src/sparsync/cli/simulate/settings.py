@@ -38,13 +38,13 @@ from sparsync.transports.sim import Links, Topology
 __all__ = ["SPREAD", "Contender", "Scheme", "SimulationSettings"]
 
 SPREAD = "spread"  # the sparse input: every rank holds 2 k elements, whatever n is
-Buckets = Annotated[int, Bounds(1, 1000)]  # each costs a separate exchange
+Buckets = Annotated[int, Bounds(1, 1000)]  # each bucket costs a separate exchange
 _BUCKET_ELEMENTS = 25 * 2**20 // 4  # DDP's default buckets have 25 MiB
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One row: an algorithm, and the division of its exchange."""
+    """One row: an algorithm, and how its exchange is divided."""
 
     name: str
     algorithm: Algorithm
@@ -59,7 +59,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One row: separately trained models that are averaged."""
+    """One row: an averaging scheme for models that are trained separately."""
 
     name: str
     make: Callable[[], Averager]  # makes the averager of one rank
@@ -112,7 +112,7 @@ class SimulationSettings:
     memory: float = 2e9  # approximate bytes that all virtual ranks may take together
 
     def __post_init__(self) -> None:
-        # refuses unknown names and invalid options
+        # refuse unknown names and invalid options
         for one in self.contenders():
             if isinstance(one, Scheme):
                 one.make()

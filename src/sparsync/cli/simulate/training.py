@@ -1,8 +1,8 @@
 """Simulated training: real reducers on virtual ranks, one row per algorithm.
 
-``--scale C`` makes a small model take as long as a large one: n / C elements and k / C entries stand for
-n and k.  Bytes of entries and values count C times, while headers, counts and histograms count
-once.  Work per element, per entry and per byte costs C times as much.
+``--scale C`` makes a small model take as long as a large one: n / C elements and k / C entries represent
+n and k.  Bytes of entries and values count C times, whereas headers, counts and histograms count once.
+Work per element, per entry and per byte costs C times as much.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from sparsync.wire.codec import Header, MessageFraming
 
 __all__ = ["SimulatedRow", "SimulatedStep", "default_scale", "simulate_training", "weigher"]
 
-# the bytes of memory per held entry: index and value, and half as much again while merging
+# bytes of memory per held entry: index and value, and half as much again while merging
 _ENTRY_BYTES = 16
 _BLOCK = 64  # elements per block of a scaled dense allreduce, which avoids padding
-# with these algorithms, a rank holds at most k times this number, whatever P is; with others it
-# holds the sum, up to n entries
+# with these algorithms, a rank holds at most this number times k, whatever P is; with others, it holds
+# the sum, up to n entries
 _BOUNDED = MappingProxyType({"oktopk": 6, "budgeted": 6, "halving": 6, "gtopk": 6})
 _GATHERING = (
     "allgather",
@@ -44,15 +44,15 @@ _GATHERING = (
     "redsync",
     "redsync-quantized",
 )  # hold P k entries in messages
-# the fraction of the computation: backward has two matrix products per layer, forward has one
+# fraction of the computation: backward has two matrix products per layer, forward has one
 _BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step; its fields are keys of the JSON, and its parts are means over ranks and add up to it."""
+    """One step; its fields are keys of the JSON.  Its parts are means over ranks and add up to it."""
 
-    seconds: float  # from the start of all ranks to the end of the last
+    seconds: float  # from the start of all ranks until the last one ends
     seconds_computation: float  # forward and backward pass
     seconds_selection: float  # accumulating and selecting
     seconds_packing: float  # packing, unpacking and summing
@@ -60,11 +60,11 @@ class SimulatedStep:
     bytes_sent: float  # maximum over ports
     bytes_received: float
     messages: float  # maximum over ranks
-    # the maxima over ports of messages, bytes and seconds in each direction
+    # maxima over ports of messages, bytes and seconds, in each direction
     phases: dict[str, dict[str, float]]
     ports: dict[
         str, dict[str, list[float]]
-    ]  # of ranks, then nodes: bytes, busy seconds per direction
+    ]  # of ranks, then of nodes: bytes and busy seconds, in each direction
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def simulate_training(
     Args:
         settings: the training to simulate.
         show: opens the progress of the row with this name; the result is called whenever a rank ends a
-            step, with the total number of such ends.
+            step, with the total number of such calls.
 
     Example:
         >>> settings = SimulationSettings(("oktopk",), ranks=4, model_size=1_000_000, compute=0.01)
@@ -133,7 +133,7 @@ def simulate_training(
 def _averaged(
     scheme: Scheme, settings: SimulationSettings, advance: Callable[[int], None]
 ) -> tuple[float, list[SimulatedStep]]:
-    """Return the scale and the steps of a scheme; the traffic of its ports is a mean over all steps."""
+    """Return the scale and the steps of a scheme; its port traffic is a mean over all steps."""
     run = simulate_averaging(scheme, settings, weigher, advance)
     ports, phases = _traffic(run.simulation, run.scale, run.steps)
     messages = max(ledger.total().messages_sent for ledger in run.simulation.ledgers) / run.steps
@@ -157,7 +157,7 @@ def _averaged(
 
 
 class _Ranks:
-    """The virtual ranks of a row: their reducers persist from step to step, their clock does not."""
+    """The virtual ranks of a row: their reducers persist from step to step, their clocks do not."""
 
     def __init__(
         self, contender: Contender, settings: SimulationSettings, advance: Callable[[int], None]
@@ -226,7 +226,7 @@ class _Ranks:
 
 
 def _summary(simulation: Simulation[None], computation: list[float]) -> SimulatedStep:
-    """Split a step's time; the part that is not work of a rank is communication or waiting."""
+    """Split a step's time into the ranks' work and the rest, which is communication or waiting."""
     stages = [ledger.stages for ledger in simulation.ledgers]
     work = [fmean(of.get(name, 0.0) for of in stages) for name in ("select", "pack", "unpack")]
     selection, packing = work[0], work[1] + work[2]
@@ -278,7 +278,7 @@ def _traffic(
 
 
 def default_scale(contender: Contender, settings: SimulationSettings) -> float:
-    """Return the smallest C for which the virtual ranks fit ``settings.memory``.
+    """Return the smallest C for which the virtual ranks fit into ``settings.memory``.
 
     Example:
         >>> settings = SimulationSettings(ranks=4, model_size=10_000)
@@ -303,7 +303,7 @@ def default_scale(contender: Contender, settings: SimulationSettings) -> float:
 
 
 def weigher(scale: float) -> Callable[[Tensor, Framing], Weight]:
-    """Return a function that computes how many bytes and entries a message stands for."""
+    """Return a function that computes how many bytes and entries a message represents."""
 
     def weigh(payload: Tensor, framing: Framing) -> Weight:
         blocks = [payload]

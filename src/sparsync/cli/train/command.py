@@ -36,7 +36,7 @@ def train(
         One result per algorithm; None on the other ranks of a launcher.
 
     Raises:
-        ConfigurationError: an unknown algorithm, or a launcher with another number of processes.
+        ConfigurationError: an algorithm is unknown, or the launcher has another number of processes.
         RankError: a rank failed; the others were ended.
     """
     checked = check_algorithms(settings, algorithms)

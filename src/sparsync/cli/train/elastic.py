@@ -1,8 +1,8 @@
 """``sparsync train --elastic``: train while ranks are killed at random and restarted.
 
-The command trains twice, first without faults.  This process starts torchft's lighthouse and the
-ranks, and kills some ranks with SIGKILL.  Each rank reports the steps that it has applied, and
-their times.
+The command trains twice, the first time without faults.  This process starts torchft's lighthouse and the
+ranks, and kills some ranks with SIGKILL.  Each rank reports the steps that it has applied, and their
+times.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ __all__ = [
 _LOOPBACK = "127.0.0.1"
 _SILENT = 120.0  # seconds without a report from any rank after which a run is aborted
 _HEARTBEAT = 400  # milliseconds after which the lighthouse declares a silent rank dead
-_TIMEOUT = 5.0  # maximal seconds per message of an exchange
+_TIMEOUT = 5.0  # maximum seconds per message of an exchange
 
 
 class Change(NamedTuple):
-    """A change of the group, the same on all its former ranks."""
+    """A change of the group; all its former ranks report the same."""
 
     step: int
     ranks: int
@@ -71,7 +71,7 @@ class Applied(NamedTuple):
     step: int
     attempt: int  # number of the group that exchanged it
     contributors: int
-    counts: bool  # this rank's gradient is in it
+    counts: bool  # whether it contains this rank's gradient
     loss: float
     changes: tuple[Change, ...] = ()  # changes of the group since this rank's last step
 
@@ -92,12 +92,12 @@ class ElasticResult:
     steps: int
     kills: int
     recovered: int  # kills after which the others continued and the killed rank contributed again
-    survivor_seconds_median: float | None  # from a kill to a step applied by the survivors
+    survivor_seconds_median: float | None  # from a kill until the survivors applied a step
     survivor_seconds_max: float | None
-    return_seconds_median: float | None  # from a start to the first contribution
+    return_seconds_median: float | None  # from a rank's start until its first contribution
     return_seconds_max: float | None
     throughput_of_fault_free: float  # contributions per second, relative to the run without faults
-    throughput_of_present: float  # the same, divided by the share of ranks that were alive
+    throughput_of_present: float  # the same, divided by the fraction of ranks that were alive
     participation_mean: float  # contributions per step and rank
     lost_norm: float  # norm of the residuals lost with the killed ranks
     replicas_equal: bool
@@ -105,12 +105,12 @@ class ElasticResult:
     eval_loss_fault_free: float
     seconds: float
     seconds_fault_free: float
-    loss: list[float]  # per step, the mean over contributing ranks
+    loss: list[float]  # per step, mean over contributing ranks
     present: list[int]  # number of contributing ranks per step
 
 
 def check_kill(text: str) -> float:
-    """Return the mean seconds between kills of "random:SECONDS"; 0 for no kills.
+    """Return the mean seconds between kills in "random:SECONDS"; 0 for no kills.
 
     Example:
         >>> check_kill("random:30")
@@ -146,7 +146,7 @@ def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> Elastic
 
 
 def write_elastic_plot(result: ElasticResult, path: Path) -> None:
-    """Draw the loss and the number of contributing ranks over steps."""
+    """Plot the loss and the number of contributing ranks against the step."""
     title = f"{result.ranks} ranks, {result.kills} killed: held-out loss {result.eval_loss:.3f}"
     title += f", without faults {result.eval_loss_fault_free:.3f}"
     with drawing(path, (8.0, 4.2), title) as axis:
@@ -161,7 +161,7 @@ def write_elastic_plot(result: ElasticResult, path: Path) -> None:
 
 
 def table(result: ElasticResult) -> Columns:
-    """Return the figures as one row of a table."""
+    """Return the figures as a table, one row per figure."""
     shown = {k: v for k, v in asdict(result).items() if not isinstance(v, list)}
     rows = [
         {"": k.replace("_", " "), "value": f"{v:.4g}" if isinstance(v, float) else str(v)}
@@ -279,7 +279,7 @@ class _Run:
     def _contributing(self) -> list[int]:
         """Return the ranks that have contributed to one of the last steps since their start.
 
-        Ranks killed since then are excluded, because their weights are gone.
+        This excludes ranks killed since then, because their weights are gone.
         """
         started = {rank: when for when, rank in self.starts}
         steps = sorted(self.applied)[-3:-1]
@@ -305,7 +305,7 @@ class _Run:
         return min((moment for moment in own if moment > when), default=0.0)
 
     def _give_up(self) -> None:
-        """Stop waiting for ranks that return when the others have ended; alone, they would start over."""
+        """Stop waiting for returning ranks once the others have ended; alone, they would start over."""
         started = {rank: when for when, rank in self.starts}
         away = {rank for rank, when in started.items() if not self._first_since(rank, when)}
         if self.ended.keys() | away == started.keys():
@@ -343,8 +343,8 @@ class _Run:
             later = [o.when for o, rank in every if rank == started and o.counts and o.when > when]
             returns += [later[0] - when] if later else []
         contributors = [self._contributors(step) for step in steps]
-        # most ranks saw every change, but no rank saw all changes if all ranks were killed; a rank
-        # that missed the last votes knows an older norm
+        # most ranks saw every change, but no rank saw all changes if all ranks were killed; a rank that
+        # missed the last votes knows an older norm
         seen = sorted({change for one, _ in every for change in one.changes})
         changes = {change[:3]: change for change in seen}.values()
         rate, free_rate = (
@@ -391,7 +391,7 @@ class _Run:
         return Evaluation.total(ended.evaluation for ended in self.ended.values()).loss
 
     def _present(self) -> float:
-        """Return the share of ranks present; a rank is away from a kill to its next contribution."""
+        """Return the fraction of ranks present; a rank is away from a kill to its next contribution."""
         every, away = self._every(), 0.0
         end = every[-1][0].when
         for when, victim in self.kills:
@@ -441,7 +441,7 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
 
 
 def _hush() -> None:
-    """Discard the output of torchft's servers, several lines per step, but keep that of Python."""
+    """Discard the output of torchft's servers, several lines per step, but keep Python's."""
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     logging.getLogger("torchft").setLevel(logging.ERROR)
@@ -460,7 +460,7 @@ def _train(
     model = workload.make_model(settings.seed)
     optimizers = settings.make_optimizers(model)
     workload.batch(Draw(settings.seed, 0, rank, settings.ranks, settings.batch_size))
-    # this comes last, because from a rank's first heartbeat on, the next quorum waits for the rank
+    # do this last, because from a rank's first heartbeat on, the next quorum waits for the rank
     own = local_address() or _LOOPBACK
     keys = settings.curve_keys and settings.curve_keys / f"rank-{rank}.key_secret"
     manager = make_manager(

@@ -95,9 +95,8 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"--target-step {target} asks for the loss of dense, which is not among the algorithms "
             f"{', '.join(algorithms)}; add dense"
         )
-    # with the default exchange of updates, ranks meet in every second step, so checking after each
-    # step hardly changes the timing: the additional wait for the last rank counts against this
-    # exchange
+    # With the default exchange of updates, ranks meet in every second step.  So checking after each step
+    # hardly changes the timing, and the additional wait for the last rank counts against this exchange.
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(
@@ -143,12 +142,12 @@ class Exchange:
     sums: bool = False  # gradients are summed over ranks, not averaged
     corrected: bool = False  # momentum is applied before the exchange, not by the optimizer
     clips: bool = False  # the exchange clips gradients; otherwise training does, after ``backward``
-    dense_share: float = 0.0  # predicted share of a step's bytes that belongs to layers left dense
+    dense_share: float = 0.0  # predicted fraction of a step's bytes from layers left dense
     options: Mapping[str, object] | None = None  # options of an averaging scheme
     averager: Averager | None = None  # None also for a scheme that is attached, like updates
     after_step: Callable[[], object] = _nothing  # called after the optimizer's step
     finish: Callable[[], object] = _nothing  # makes the replicas equal
-    close: Callable[[], object] = _nothing  # ends threads and groups in the background
+    close: Callable[[], object] = _nothing  # ends background threads and groups
 
     def __post_init__(self) -> None:
         # bytes sent during setup belong to no step
@@ -156,7 +155,7 @@ class Exchange:
 
     @property
     def transport(self) -> str:
-        """Return the name of the gradients' transport."""
+        """Return the name of the transport that carries the gradients."""
         return "torch" if self.comm is None else transport_of(self.comm)
 
     def traffic(self) -> tuple[int, int]:
@@ -190,7 +189,7 @@ def make_exchange(settings: TrainSettings, label: str, model: nn.Module) -> Exch
 
 
 def _allreduced(settings: TrainSettings, model: nn.Module, *, half: bool) -> Exchange:
-    """Use plain DDP, or its ``fp16_compress_hook``, which makes the same allreduce with 16-bit floats."""
+    """Use plain DDP, or its ``fp16_compress_hook``: the same allreduce with 16-bit floats."""
     ddp = _in_ddp(model)
     if half:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -201,14 +200,13 @@ def _allreduced(settings: TrainSettings, model: nn.Module, *, half: bool) -> Exc
 def _power_sgd(settings: TrainSettings, model: nn.Module) -> Exchange:
     """Use PyTorch's ``powerSGD_hook``, in a configuration that compresses well and is safe on gloo.
 
-    Bytes are computed from the elements that the hook reports.  The whole model is one bucket,
-    because with several buckets the hook waits for a collective inside a callback and hangs on
-    gloo.
+    The bytes are computed from the elements that the hook reports.  The whole model is one bucket,
+    because with several buckets the hook waits for a collective inside a callback and hangs on gloo.
     """
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     ddp = _in_ddp(model, bucket_cap_mb=nbytes // 2**20 + 1)
-    # the hook's documentation suggests rank 1 to 4; it needs two dense steps, and its own default
-    # of 1000 dense steps would make a short run dense
+    # the hook's documentation suggests rank 1 to 4; it needs two dense steps, but its default of 1000
+    # dense steps would make a short run dense
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2
     )
@@ -297,7 +295,7 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
 
 
 def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:
-    """Return the options of a scheme: its own, then those common to all algorithms."""
+    """Return the options of a scheme: those common to all algorithms, overridden by its own."""
     has = options_of(found.name)
     given: dict[str, Any] = {"period": settings.period, "seed": settings.seed}
     if has.get("density", 1.0) < 1:  # a dense exchange has no density to set

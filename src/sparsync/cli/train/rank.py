@@ -1,4 +1,4 @@
-"""The ranks of ``sparsync train``: one training per algorithm, and its measurement."""
+"""The ranks of ``sparsync train``: one training per algorithm, with measurements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train_rank(
     Args:
         settings: equal for all algorithms.
         algorithms: names of presets, schemes or PyTorch's hooks.  "dense" is plain DDP without any
-            hook; it must come first if it sets the target of the others.
+            hook; it runs first if it sets the target of the others.
         before_step: an importable function that every rank calls with (rank, step).
 
     Returns:
@@ -76,7 +76,7 @@ def _train(
 ) -> tuple[Exchange, _RankReport]:
     """Train to the last step or the goal."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
-    # ranks must draw different units for dropout
+    # for dropout, ranks must draw different units
     torch.manual_seed(settings.seed * dist.get_world_size() + rank)
     exchange = make_exchange(settings, name, model)
     delay, schedule = parse_delay(settings.delay), parse_schedule(settings.lr_schedule)
@@ -140,7 +140,7 @@ def _link_sent() -> int:
 
 
 def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: int = 5) -> float:
-    """Return the slowest rank's median seconds of a step without exchange, on all ranks at once.
+    """Return the slowest rank's median seconds of a step without exchange, with all ranks at work.
 
     An additional first step warms up caches and allocators.
     """
@@ -163,9 +163,9 @@ def _step(
     step: int,
     factor: float = 1.0,
 ) -> float:
-    """Run one step, at ``factor`` times its learning rate; return this rank's loss before it."""
-    # a sum is P times the mean, so SGD steps would be P times too long (steps of Adam and Muon do
-    # not change)
+    """Run one step at ``factor`` times its learning rate; return this rank's loss before the step."""
+    # a sum is P times the mean, so SGD steps would be P times too long (Adam's and Muon's would not
+    # change)
     divisor = settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()
@@ -203,12 +203,12 @@ class _RankReport:
 
     parameters: int = 0  # trained elements
     finish: float = 0.0  # seconds to make all replicas equal
-    loss: list[float] = field(default_factory=list)  # of this rank's batch
+    loss: list[float] = field(default_factory=list)  # on this rank's batch
     seconds: list[float] = field(default_factory=list)  # including the rank's delay
     sent: list[int] = field(default_factory=list)  # bytes
     received: int = 0  # bytes in total
     kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
-    # for a scheme: averages, averages with a stale model of this rank, steps of the oldest one,
+    # for a scheme: averages, averages with a stale model of this rank, age of the oldest one in steps,
     # seconds waited
     averaging: list[float] = field(default_factory=list)
     evaluation: Evaluation = field(default_factory=Evaluation)  # on this rank's share

@@ -1,4 +1,4 @@
-"""Trainings side by side: a closing table, and a picture of the loss over seconds, bytes and steps."""
+"""Trainings side by side: a closing table, and a plot of the loss over seconds, bytes and steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STYLES = (
 
 
 def comparison(results: Sequence[TrainResult]) -> Group:
-    """Compare runs of the same settings: first the time to the loss of dense, then its causes.
+    """Compare runs with the same settings: first the time to reach the loss of dense, then the reasons.
 
     The training loss is averaged over five steps before and after each step, or fewer in a short
     run.
@@ -41,8 +41,8 @@ def comparison(results: Sequence[TrainResult]) -> Group:
     for result in results:
         seconds = result.seconds_to_target
         reached = "never" if seconds is None else format_seconds(seconds)
-        # this is the median, because the first steps may be dense (a warm-up; PowerSGD's first
-        # two); for averaging schemes it is the mean, because most of their steps may send nothing
+        # use the median, because the first steps may be dense (a warm-up; PowerSGD's first two); for
+        # averaging schemes, use the mean, because most of their steps may send nothing
         sent = median(result.bytes_sent) if result.options is None else fmean(result.bytes_sent)
         accuracy = result.accuracy
         rows.append(
@@ -69,7 +69,7 @@ def _times(ratio: float | None) -> str:
 
 
 def _caption(results: Sequence[TrainResult]) -> str:
-    """Describe the runs, the way of counting, and whether the replicas agree."""
+    """Describe the runs, how bytes and times are counted, and whether the replicas agree."""
     first = results[0]
     densities = sorted({result.density for result in results if result.density < 1})
     network = f" on links of {first.links}" if first.links else " on this machine"
@@ -137,9 +137,9 @@ def _rule(result: TrainResult) -> str:
 def write_plot(results: Sequence[TrainResult], path: Path) -> None:
     """Plot the loss against seconds, against bytes if any were sent, and against steps.
 
-    The picture is readable in grey, because each algorithm has its own line style. Thin lines show
-    single steps, and thick ones averages over a twentieth of the run. A dot marks the step at which
-    a run has reached the target; values above the initial loss are cut off.
+    The picture is readable in grey, because each algorithm has its own line style.  Thin lines show
+    single steps, thick ones averages over a twentieth of the run.  A dot marks the step at which a run
+    has reached the target; values above the initial loss are cut off.
     """
     from matplotlib.ticker import EngFormatter
 

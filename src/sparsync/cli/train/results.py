@@ -1,4 +1,4 @@
-"""Results of trainings: their fields, which are the JSON's keys, and the time to a loss.
+"""Results of trainings: their fields, which are the keys of the JSON, and the time to a loss.
 
 Losses are averaged over the last few steps, never over future ones, because those are unknown during the
 run.  All runs see the same data in the same order, so their noise is similar.
@@ -25,7 +25,7 @@ class TrainResult:
     ranks: int
     steps: int  # number of steps made
     density: float  # requested k / n; 1 if everything is exchanged
-    parameters: int  # trained elements n
+    parameters: int  # number of trained elements n
     optimizer: str
     lr: float  # learning rate after its warm-up
     loss: list[float]  # loss per step in nats per byte, image, ...; mean over ranks
@@ -37,19 +37,19 @@ class TrainResult:
     bytes_sent_per_step_max: int  # maximum over ranks and steps, including headers
     replicas_equal: bool  # whether all ranks ended with bit-identical parameters
     bytes_sent: list[int]  # per step, by the rank that sent most in total
-    # bytes of the rank that sent most, as the mean over steps; including the last exchange, which
-    # makes replicas equal
+    # bytes of the rank that sent most, mean over steps; includes the last exchange, which makes
+    # replicas equal
     sent_per_parameter_and_step: float
     received_per_parameter_and_step: float
     seed: int
     batch_size: int
     context: int | None
     warmup_steps: int
-    # for each step, the time from the last rank's end of the previous step to the last rank's end
-    # of this one
+    # for each step, the time from when the last rank finished the previous step until the last rank
+    # finished this one
     seconds: list[float]
-    # seconds that forward, backward and optimizer take without an exchange, on all ranks at once;
-    # measured before the run
+    # seconds of forward, backward and optimizer without an exchange, on all ranks at once; measured
+    # before the run
     seconds_computation_median: float
     # the median step minus these seconds, i.e. the part of the exchange that is not hidden
     seconds_rest_median: float
@@ -70,12 +70,12 @@ class TrainResult:
     weight_decay: float = 0.0
     clip: float | None = None
     options: Mapping[str, object] | None = None  # options of an averaging scheme
-    # the share of all ranks' contributions to averages that were older models
+    # fraction of all ranks' contributions to averages that were older models
     stale_share: float | None = None
     largest_staleness: int | None = None  # age of the oldest of them, in steps
-    # seconds waited in the averages of all steps, the mean over ranks
+    # seconds waited in the averages of all steps, mean over ranks
     seconds_waited: float | None = None
-    # predicted share of a step's bytes that belongs to layers that a preset does not compress
+    # predicted fraction of a step's bytes from layers that a preset does not compress
     dense_share: float = 0.0
     delay: str = "none"
     seconds_finish: float = 0.0  # part of ``seconds_total`` after the last step
@@ -86,14 +86,14 @@ class TrainResult:
     steps_to_target: int | None = None
     seconds_to_target: float | None = None  # the same in seconds of training
     speedup_to_target: float | None = None  # seconds of "dense" to its target step, over these
-    # further figures of the evaluation: "WER", ...
+    # further figures of the evaluation, e.g. "WER"
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def seconds_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return the seconds of each step over all ranks, from those of each rank.
+    """Return the seconds of each step over all ranks, given those of each rank.
 
-    Ranks may be ahead of others, so a step ends when the last rank has finished it.
+    Some ranks may be ahead of others, so a step ends when the last rank has finished it.
 
     Example:
         >>> seconds_of_all([[1.0, 1.0, 4.0], [3.0, 1.0, 1.0]])
@@ -104,13 +104,13 @@ def seconds_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
 
 
 def smoothed(loss: Sequence[float], radius: int) -> list[float]:
-    """Average each value with up to ``radius`` before and after it; the first value stays itself.
+    """Average each value with up to ``radius`` values before and after it; the first stays unchanged.
 
     Example:
         >>> smoothed([8.0, 2.0, 2.0, 0.0], radius=1)
         [8.0, 4.0, 1.3333333333333333, 1.0]
     """
-    # symmetric, so the radius shrinks towards both ends
+    # symmetric, so that the radius shrinks towards both ends
     reach = [min(i, radius) for i in range(len(loss))]
     return [fmean(loss[i - r : i + r + 1]) for i, r in enumerate(reach)]
 
@@ -145,9 +145,9 @@ class Goal:
 def with_target(
     results: Sequence[TrainResult], target_step: int | None = None
 ) -> list[TrainResult]:
-    """Fill in when each run reached the loss that "dense" had at ``target_step``, from 1 on.
+    """Fill in when each run reached the loss that "dense" had at ``target_step``, counted from 1.
 
-    Without "dense" among them, results are returned unchanged.
+    Without "dense" among them, return the results unchanged.
     """
     dense = next((result for result in results if result.algorithm == "dense"), None)
     if dense is None:
@@ -157,7 +157,7 @@ def with_target(
     judged = []
     for result in results:
         made = range(1, result.steps + 1)
-        # dense gets the goal's own step, because noise may have reached the loss earlier
+        # dense gets the goal's own step, because noise may have made it reach the loss earlier
         first = (s for s in made if goal.reached_by(result.loss[:s]))
         reached = step if result is dense else next(first, None)
         seconds = None if reached is None else sum(result.seconds[:reached])

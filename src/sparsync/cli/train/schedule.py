@@ -25,16 +25,16 @@ class Schedule:
 
     - "constant": 1.
     - "linear": falls to 0 after the last step.
-    - "step": ``factor`` to the power of the milestones that have passed, as
+    - "step": ``factor`` to the power of the number of milestones passed, like
       ``torch.optim.lr_scheduler.MultiStepLR``.  A milestone is a step, or a fraction of all steps.
-    - "plateau": see ``Plateau``, which alone knows the losses; here 1.
+    - "plateau": 1, because only ``Plateau`` knows the losses.
     """
 
     kind: str = "constant"
     factor: float = 1.0
     at: tuple[float, ...] = ()  # steps; below 1, fractions of all steps
-    patience: int = 0  # of "plateau": windows without a better loss that it accepts
-    every: int = 1  # of "plateau": steps in a window
+    patience: int = 0  # for "plateau": windows without a better loss that it accepts
+    every: int = 1  # for "plateau": steps in a window
 
     def __post_init__(self) -> None:
         check("lr_schedule", self.kind, self.kind in _KINDS, _EXPECTED)
@@ -49,7 +49,7 @@ class Schedule:
         check("lr_schedule: EVERY", self.every, self.every >= 1, "a number of steps >= 1")
 
     def milestones(self, steps: int) -> list[int]:
-        """Return the 0-based steps from which a lower rate holds, in a run of this many steps."""
+        """Return the 0-based steps at which the rate falls, in a run of this many steps."""
         return [round(place * steps) if place < 1 else int(place) for place in self.at]
 
     def at_step(self, step: int, *, steps: int, warmup: int = 0) -> float:
@@ -58,7 +58,7 @@ class Schedule:
         Args:
             step: 0-based.
             steps: number of steps of the whole run.
-            warmup: number of first steps, over which the rate grows; "linear" begins to fall after
+            warmup: number of first steps over which the rate grows; "linear" begins to fall after
                 them.
 
         Example:
@@ -75,14 +75,14 @@ class Schedule:
 
 @final
 class Plateau:
-    """Multiply the rate by a factor whenever the loss stops falling (``ReduceLROnPlateau``).
+    """Multiplies the rate by a factor whenever the loss stops falling (``ReduceLROnPlateau``).
 
     The loss is the mean over a window of ``every`` steps.  After more than ``patience`` windows in a row
-    that are not better than the best one, the rate is multiplied by the schedule's factor.  Ranks that
-    are given equal losses have equal rates.
+    that are not better than the best one, the rate is multiplied by the schedule's factor.  Ranks with
+    equal losses have equal rates.
 
     Attributes:
-        factor: the factor by which the rate is multiplied at present.
+        factor: the present factor of the rate.
 
     Example:
         >>> plateau = Plateau(parse_schedule("plateau:0.5:1:2"))
@@ -95,13 +95,13 @@ class Plateau:
 
     def __init__(self, schedule: Schedule) -> None:
         self._every = schedule.every
-        # this optimizer has a rate of 1 that no model uses, and only its reductions are read
+        # the rate of this optimizer is 1; no model uses it, and only its reductions are read
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
         self._scheduler = ReduceLROnPlateau(
             self._optimizer, factor=schedule.factor, patience=schedule.patience
         )
         self._window: list[float] = []
-        self.mean = 0.0  # of the last whole window
+        self.mean = 0.0  # mean of the last complete window
 
     @property
     def factor(self) -> float:
@@ -109,7 +109,7 @@ class Plateau:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def is_due(self, loss: float) -> bool:
-        """Take one step's loss; return whether that completes a window, whose mean is then ``mean``."""
+        """Record one step's loss; return whether this completes a window, whose mean is in ``mean``."""
         self._window.append(loss)
         if len(self._window) < self._every:
             return False
@@ -118,14 +118,14 @@ class Plateau:
         return True
 
     def judge(self, mean: float) -> None:
-        """Compare a window's mean with the best one, and reduce the rate if it is due."""
+        """Compare a window's mean with the best one, and reduce the rate if necessary."""
         self._scheduler.step(mean)
 
 
 def parse_schedule(text: str) -> Schedule:
     """Read "constant", "linear", "step:FACTOR:AT+AT" or "plateau:FACTOR:PATIENCE:EVERY".
 
-    AT is a step, or with a percent sign a part of the run.
+    AT is a step or, with a percent sign, a part of the run.
 
     Raises:
         ConfigurationError: the text has no such form, a factor is outside (0, 1), or milestones do
@@ -155,7 +155,7 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def _place(text: str) -> float:
-    """Read a milestone: a part of the run, below 1, or a whole step."""
+    """Read a milestone: a fraction of the run, below 1, or a whole step."""
     if not text.endswith("%"):
         return float(int(text))
     part = float(text[:-1]) / 100

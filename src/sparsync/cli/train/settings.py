@@ -91,8 +91,8 @@ _TARGET = "Time to loss: end each run at the loss that dense has at this step, a
 class TrainSettings:
     """Settings that all algorithms of a comparison share; every field is an option of the command.
 
-    The constructor fills in the fields that depend on the workload and the optimizer. Elsewhere None
-    means the default of the workload or the scheme.
+    The constructor fills in the fields that depend on the workload and the optimizer.  In other fields,
+    None means the default of the workload or the scheme.
     """
 
     ranks: Annotated[Ranks, ranks_option(4)] = 4
@@ -167,7 +167,7 @@ class TrainSettings:
         object.__setattr__(self, "optimizer", optimizer)
 
     def _check_memory(self) -> None:
-        """Refuse sizes whose activations and weights exceed any machine's memory."""
+        """Refuse sizes whose activations and weights exceed the memory of this machine."""
         workload = self.make_workload()
         width, context, layers = (
             getattr(workload, name, None) or 1 for name in ("width", "context", "layers")
@@ -216,7 +216,7 @@ class TrainSettings:
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab)
 
     def connect(self) -> Communicator:
-        """Connect this rank for an exchange that is not DDP's."""
+        """Connect this rank for an exchange that is not DDP's own."""
         return connect(self.timeout, transport=self.transport, curve_keys=self.curve_keys)
 
     def learning_rate_at(self, step: int) -> float:
@@ -230,12 +230,12 @@ class TrainSettings:
         return self.target_step or self.steps if algorithm == "dense" else self.steps
 
     def make_workload(self) -> Workload:
-        """Make the workload; its data is loaded when it is first asked for."""
+        """Make the workload; its data is loaded when first needed."""
         options = {name: getattr(self, name) for name in ("data", "context", "layers", "width")}
         return make_workload(self.workload, **options)
 
     def correction(self, corrects: bool) -> Correction:
-        """Return the correction of local gradients; ``corrects`` states whether the preset has one."""
+        """Return the correction of local gradients; ``corrects`` says whether the preset has one."""
         wanted = corrects if self.momentum_correction is None else self.momentum_correction
         clip = self.clip or None
         if self.optimizer != "sgd" or not wanted:
@@ -247,7 +247,7 @@ class TrainSettings:
     def make_optimizers(
         self, model: nn.Module, correction: Correction | None = None
     ) -> list[torch.optim.Optimizer]:
-        """Build the optimizers of a model's parameters, without the features that the correction has."""
+        """Build the optimizers for a model's parameters, without the features that the correction has."""
         parameters, decay = list(model.parameters()), self.weight_decay
         if correction is not None and (correction.momentum or correction.weight_decay):
             return [torch.optim.SGD(parameters, self.lr)]

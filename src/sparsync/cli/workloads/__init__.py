@@ -1,7 +1,7 @@
 """Models and data to train on: ``sparsync train --workload NAME``.
 
 Three need nothing but this machine: ``bytes``, ``lstm`` and ``digits``.  Other packages add workloads
-with entry points of the group ``sparsync.workloads``; those may read a folder, given with ``--data DIR``.
+through entry points in the group ``sparsync.workloads``; these may read a folder, given by ``--data``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def workload_names() -> list[str]:
 
 
 def workload_class(name: str) -> type[Workload]:
-    """Return the class for a name, or refuse the name."""
+    """Return the class of the workload with this name; refuse an unknown name."""
     if name in _OWN:
         return _OWN[name]
     for point in entry_points(group=_GROUP, name=name):
@@ -52,7 +52,7 @@ def make_workload(name: str, **options: int | Path | None) -> Workload:
 
     Args:
         name: one of ``workload_names()``.
-        options: fields of its class; None for the default.
+        options: values for fields of its class; None means the default.
 
     Raises:
         ConfigurationError: the workload or an option is unknown, or its data is missing.

@@ -13,8 +13,8 @@ from sparsync.errors import ConfigurationError
 __all__ = ["Delay", "parse_delay"]
 
 _A_DAY = 86_400.0
-_SPREAD = 250.0  # "heavytail": ratio of the largest to the median excess over the minimum
-_DRAWS = 5_000  # one draw in this many reaches the maximum: the iterations of WAGMA's Figure 9
+_SPREAD = 250.0  # "heavytail": ratio of the maximum excess over the minimum to the median excess
+_DRAWS = 5_000  # one draw in this many reaches the maximum: the iterations in WAGMA's Figure 9
 
 
 @final
@@ -24,8 +24,7 @@ class Delay:
 
     - "none": no rank waits.
     - "random": ``first`` distinct ranks (or all, if fewer), drawn uniformly on every step, wait
-    ``second``
-      seconds (WAGMA, section 5.2: 2, 0.32 s).
+      ``second`` seconds (WAGMA, section 5.2: 2, 0.32 s).
     - "persistent": rank ``first`` waits ``second`` seconds on every step.
     - "heavytail": all ranks wait on all steps, usually briefly, rarely very long: lognormal above
       ``first``.  With z standard normal, drawn for each rank and step, and ``P(z > rarest) = 1 / 5000``::
@@ -34,9 +33,9 @@ class Delay:
 
       The median is therefore ``first + (second - first) / 250``, and one in 5,000 draws reaches
       ``second``.  This fits everything that the paper says about the 5,000 iterations of WAGMA's Figure
-      9: 1.7 to 43.5 s, and a median below 2 s (this distribution: 1.87 s, with a mean of 2.3 s).  5,000
-          draws of a
-      bounded Pareto with that range and a median below 2 s hardly exceed 13 s.
+      9: 1.7 to 43.5 s, and a median below 2 s (this distribution: 1.87 s, with a mean of 2.3 s).  For
+      comparison, 5,000 draws of a bounded Pareto distribution with that range and a median below 2 s
+      hardly exceed 13 s.
     """
 
     kind: str = "none"
@@ -72,7 +71,8 @@ def parse_delay(text: str) -> Delay:
     """Read "none", "random:COUNT:SECONDS", "persistent:RANK:SECONDS" or "heavytail:MIN:MAX".
 
     Raises:
-        ConfigurationError: anything else; counts below 1, ranks below 0, times not in [0, one day].
+        ConfigurationError: the text has no such form, a count is below 1, a rank below 0, or a time
+            outside [0, one day].
 
     Example:
         >>> parse_delay("random:2:0.32")

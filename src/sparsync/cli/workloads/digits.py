@@ -1,4 +1,4 @@
-"""A small VGG on scikit-learn's images of digits is a small form of RedSync's convolutional test."""
+"""A small VGG on scikit-learn's images of digits: RedSync's convolutional test in a small form."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["DigitsWorkload", "SmallVgg", "shifted"]
 
 
 class SmallVgg(nn.Module):
-    """Pairs of 3x3 convolutions, each pair followed by max-pooling; then two fully connected layers.
+    """Pairs of 3x3 convolutions, each followed by max-pooling, then two fully connected layers.
 
     Like the published VGG, it has no batch normalisation, whose running statistics would be another
-    source of differences between ranks.  ``channels`` lists the channels of each pair.
+    source of differences between ranks.  ``channels`` lists the numbers of channels in each pair.
 
     Example:
         >>> model = SmallVgg(seed=0)
@@ -40,7 +40,7 @@ class SmallVgg(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        side, last = 8 >> len(channels), channels[-1][-1]  # pixels of an image, halved by each pair
+        side, last = 8 >> len(channels), channels[-1][-1]  # pixels per side, halved by each pair
         with torch.random.fork_rng(devices=[]):  # leaves the caller's generator unchanged
             torch.manual_seed(seed)
             before = (1, *(second for _, second in channels))
@@ -86,7 +86,7 @@ class DigitsWorkload(Workload):
 
     @cached_property
     def parts(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Scikit-learn's 1,797 images: four fifths for training, and the rest held out.
+        """Scikit-learn's 1,797 images: four fifths for training, the rest held out.
 
         Images are ``float32`` of shape `[n, 1, 8, 8]`, in [0, 1]; digits are ``int64`` of shape `[n]`.
         The split does not depend on the run's seed, so all runs are comparable.
@@ -115,8 +115,8 @@ class DigitsWorkload(Workload):
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
         """Return a batch of a rank's shard, which is reshuffled every epoch; a batch may span epochs.
 
-        Every image is shifted by up to one pixel.  Otherwise a model memorises all images in 20
-        epochs, and compared runs end up differing only by noise.
+        Every image is shifted by up to one pixel.  Otherwise, a model memorises all images in 20 epochs,
+        and in the end, compared runs differ only by noise.
         """
         images, digits = self.parts[0]
         chosen = draw.samples(len(digits))
@@ -128,7 +128,7 @@ class DigitsWorkload(Workload):
 
 
 def shifted(images: Tensor, generator: np.random.Generator, *, most: int) -> Tensor:
-    """Shift every square image by up to ``most`` pixels in each direction, filling with 0."""
+    """Shift every square image by up to ``most`` pixels in each direction, and fill with 0."""
     side = images.shape[-1]
     windows = F.pad(images, (most,) * 4).unfold(2, side, 1).unfold(3, side, 1)
     down, right = torch.from_numpy(generator.integers(2 * most + 1, size=(2, len(images))))

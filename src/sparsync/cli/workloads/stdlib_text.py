@@ -1,4 +1,4 @@
-"""Byte-level language models on text that every machine has: sources of Python's standard library.
+"""Byte-level language models on text that every machine has: the sources of Python's standard library.
 
 The text depends on the Python version, so losses are only comparable within one version.
 """
@@ -31,11 +31,10 @@ __all__ = [
 ]
 
 HEAD_WIDTH = 32  # width of an attention head
-_BYTES = 256  # the vocabulary: every value of a byte
+_BYTES = 256  # size of the vocabulary: every value of a byte
 
 _SKIPPED_FOLDERS = frozenset(
-    # leave out tests, installed packages, and encodings, which are tables of numbers rather than
-    # text
+    # leave out tests, installed packages, and encodings, which are tables of numbers rather than text
     {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "encodings"}
 )
 
@@ -52,7 +51,7 @@ def standard_library_files(root: Path | None = None) -> list[Path]:
 
 @dataclass(frozen=True)
 class ByteText:
-    """A text in a part for training and a held-out part, both ``torch.uint8`` of shape `[bytes]`.
+    """A text with a training part and a held-out part, both ``torch.uint8`` of shape `[bytes]`.
 
     Example:
         >>> text = ByteText.of_standard_library()
@@ -75,7 +74,7 @@ class ByteText:
 
     @classmethod
     def of_standard_library(cls, *, context: int = 64, root: Path | None = None) -> ByteText:
-        """Read 8 MB of Python's standard library, the same in every process with this Python.
+        """Read 8 MB of Python's standard library, the same bytes in every process with this Python.
 
         ``root`` is a folder to read instead of the standard library.
         """
@@ -84,7 +83,7 @@ class ByteText:
         for number, file in enumerate(standard_library_files(root), start=1):
             try:
                 content = file.read_bytes()[:left]
-            except OSError:  # e.g. a dangling link: a file that cannot be read is left out
+            except OSError:  # leave out files that cannot be read, e.g. dangling links
                 continue
             left -= len(content)
             parts[number % 20 == 0].extend(content)
@@ -114,7 +113,7 @@ class ByteText:
 
 @dataclass(frozen=True)
 class TextWorkload(Workload):
-    """The text of a language model's workload; a subclass adds the model."""
+    """A language model's workload on the text; a subclass adds the model."""
 
     context: int = 64  # bytes per window
 
@@ -141,7 +140,8 @@ class TextWorkload(Workload):
 class ByteTransformer(nn.Module):
     """Predicts the next byte of a text; pre-norm, with learned positions and torch's initial weights.
 
-    The residual stream has ``width`` elements, a multiple of 32: the width of an attention head.
+    The residual stream has ``width`` elements, a multiple of 32, which is the width of an attention
+    head.
 
     Example:
         >>> model = ByteTransformer(seed=0)
@@ -210,7 +210,7 @@ class _Block(nn.Module):
 class BytesWorkload(TextWorkload):
     """The transformer on Python's own source text."""
 
-    width: int = 160  # width of the residual stream, a multiple of a head's
+    width: int = 160  # width of the residual stream, a multiple of a head's width
     layers: int = 4  # blocks
 
     name: ClassVar[str] = "bytes"
@@ -230,10 +230,10 @@ class BytesWorkload(TextWorkload):
 
 
 class ByteLstm(nn.Module):
-    """Predicts the next byte of a text: RedSync's recurrent test case at this size.
+    """Predicts the next byte of a text: RedSync's recurrent test case, at this size.
 
-    Embedding and output layer are not tied (as in the paper).  Every window starts from a state of
-    zeros: the gradient is truncated where the window begins.
+    Embedding and output layer are not tied (as in the paper).  Every window starts from a zero state, so
+    the gradient is truncated at the start of the window.
 
     Example:
         >>> model = ByteLstm(seed=0)

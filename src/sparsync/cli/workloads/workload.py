@@ -1,4 +1,4 @@
-"""The seam of workloads: a model, every rank's batches, held-out samples, and default settings."""
+"""The interface of workloads: a model, every rank's batches, held-out samples, and default settings."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ PADDING = (
 class Defaults:
     """Default settings of a workload.
 
-    The papers' workloads take their settings from the papers; for the others, settings are the best
-    of three or more for dense.
+    The papers' workloads take their settings from the papers.  For the others, the settings are the best
+    of at least three that were tried with dense.
     """
 
     sgd_lr: float  # learning rate of SGD with momentum 0.9
@@ -57,7 +57,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Draw:
-    """Everything that a batch depends on.
+    """Everything that determines a batch.
 
     Example:
         >>> sorted(Draw(seed=0, step=0, rank=1, world_size=2, batch_size=4).samples(8).tolist())
@@ -71,11 +71,11 @@ class Draw:
     batch_size: int
 
     def generator(self) -> np.random.Generator:
-        """Return the generator of all random choices in the batch."""
+        """Return the generator for all random choices in the batch."""
         return np.random.default_rng([self.seed, self.step, self.rank])
 
     def samples(self, count: int) -> Tensor:
-        """Return the numbers of the batch's samples among ``count``, `[batch_size]`.
+        """Return which of ``count`` samples are in the batch, `[batch_size]`.
 
         Each rank has every ``world_size``-th sample, reshuffled each epoch; a batch may span several
         epochs.
@@ -116,7 +116,7 @@ class Evaluation:
     loss_sum: float = 0.0  # cross entropy in nats, or another loss
     hits: int = 0  # targets that the model found most probable
     count: int = 0  # number of targets
-    # further sums, from which ``Objective.figures`` are computed
+    # further sums, from which ``Objective.figures`` computes its figures
     more: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -126,7 +126,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of targets that were predicted."""
+        """Fraction of targets that were predicted correctly."""
         return self.hits / self.count
 
     @staticmethod
@@ -145,13 +145,13 @@ def mean(total: float, count: int) -> float:
 
 
 def outputs_of(model: nn.Module, inputs: Tensors) -> Tensors:
-    """Run a model; several inputs are its positional arguments."""
+    """Run a model; several inputs become its positional arguments."""
     outputs: Tensors = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     return outputs
 
 
 class Objective(ABC):
-    """The loss that a model is trained for, and its evaluation."""
+    """The loss that a model is trained on, and its evaluation."""
 
     @abstractmethod
     def loss(self, outputs: Tensors, targets: Tensors) -> Tensor:
@@ -162,7 +162,7 @@ class Objective(ABC):
         """Evaluate a held-out batch; no gradient is recorded, and dropout is off."""
 
     def figures(self, whole: Evaluation) -> dict[str, float]:
-        """Return further figures of the held-out samples, by name; NaN if there are none."""
+        """Return further figures for the held-out samples, by name; NaN if there are none."""
         return {}
 
 
@@ -171,7 +171,7 @@ class Objective(ABC):
 class CrossEntropy(Objective):
     """Mean cross entropy in nats of logits `[batch, ..., classes]`; ``PADDING`` is ignored."""
 
-    # also report how many targets are among this many most probable classes, e.g. "top-5"
+    # if given, also report how many targets are among this many most probable classes, e.g. "top-5"
     top: int | None = None
     perplexity: bool = False  # also report the perplexity
     smoothing: float = 0.0  # smoothing of the labels in training (Szegedy et al. 2016, section 7)
@@ -219,13 +219,13 @@ class Workload(ABC):
 
     name: ClassVar[str]  # name on the command line
     target: ClassVar[str]  # unit of the loss: "byte" or "image"
-    classifies: ClassVar[bool]  # whether to report its accuracy
+    classifies: ClassVar[bool]  # whether to report the accuracy
     defaults: ClassVar[Defaults]
-    reads_folder: ClassVar[bool] = False  # whether its data is in a folder, the option ``data``
+    reads_folder: ClassVar[bool] = False  # whether its data is in a folder, given by ``data``
 
     @property
     def objective(self) -> Objective:
-        """The loss and the figures to evaluate; by default the cross entropy."""
+        """The loss and the figures to evaluate; by default, the cross entropy."""
         return CrossEntropy()
 
     @abstractmethod
@@ -234,14 +234,14 @@ class Workload(ABC):
 
     @abstractmethod
     def batch(self, draw: Draw) -> Batch:
-        """Return a rank's inputs and targets at a step, which depend on the draw alone."""
+        """Return a rank's inputs and targets at a step, which depend only on the draw."""
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Return the held-out inputs and targets, if they are two tensors."""
         raise NotImplementedError
 
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """Yield a rank's share of held-out samples (by default ``held_out``'s), equal for every seed."""
+        """Yield a rank's share of the held-out samples, equal for every seed; default: ``held_out``'s."""
         inputs, targets = (part[rank::world_size] for part in self.held_out())
         for start in range(0, len(inputs), batch_size):
             part = slice(start, start + batch_size)
@@ -257,7 +257,7 @@ class Workload(ABC):
     def evaluate(
         self, model: nn.Module, *, rank: int = 0, world_size: int = 1, batch_size: int = 32
     ) -> Evaluation:
-        """Evaluate a model on a rank's share of the held-out samples, or by default on all of them."""
+        """Evaluate a model on a rank's share of the held-out samples; by default, on all of them."""
         training = model.training
         model.eval()
         try:
@@ -274,7 +274,7 @@ class Workload(ABC):
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter is a weight matrix other than an embedding or the output layer ("head").
 
-    Gradients of such matrices are spread evenly, as selecting k of every block assumes; those of
+    The gradients of such matrices are spread evenly, as selecting k of every block assumes.  Those of
     embeddings and of the output layer are concentrated in the rows of a few bytes.
     """
     return parameter.dim() >= 2 and "embedding" not in name and not name.startswith("head.")

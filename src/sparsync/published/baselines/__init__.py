@@ -63,8 +63,8 @@ A scheme, with a plain module (not DDP) and any optimizer::
             optimizer.step()
             averager.step()
 
-On virtual ranks, and on local processes one of which is late on every step.  The papers' names work, in
-upper or lower case ("Eager-SGD" is "eager-majority"), and options follow a colon::
+On virtual ranks, and on local processes where one rank is late on every step.  The papers' names work in
+upper or lower case ("Eager-SGD" is "eager-majority"); options follow a colon::
 
     sparsync bench --collectives TopkA,TopkDSA,Gaussiank,gTopk --ranks 8 --size 100000 --steps 2
     sparsync train --algorithm D-PSGD:mixing_steps=2,SGP,AD-PSGD --ranks 2 --steps 8 --delay random:1:0.05
@@ -73,8 +73,8 @@ upper or lower case ("Eager-SGD" is "eager-majority"), and options follow a colo
 Differs from the papers
 -----------------------
 
-* **Gaussian-k**: the threshold is lowered at most 32 times, by a tenth each time; after that the k
-  largest entries are taken.  The estimate uses the magnitude of the mean, and moments of the finite
+* **Gaussian-k**: the threshold is lowered at most 32 times, by a tenth each time; after that, the k
+  largest entries are selected.  The estimate uses the magnitude of the mean, and moments of the finite
   elements in float64.  The preset caps a rank at 2 k entries (``cap=2.0``), because the estimate has no
   upper bound.  ``cap=None`` is as published.
 * **gTop-k**: P may be any number of ranks.  Sums that a rank drops on the way up stay in that rank's
@@ -83,8 +83,8 @@ Differs from the papers
 * **D-PSGD** averages after the local step; the paper allows either order.
 * **SGP** does not overlap exchange and computation.
 * **AD-PSGD**: any rank may contact any other, because agents answer immediately and cannot deadlock.  The
-  paper splits the ranks into two halves to avoid deadlock.  An exchange is started once per step, not as
-  often as possible.
+  paper splits the ranks into two halves to avoid deadlock.  A rank starts an exchange once per step, not
+  as often as possible.
 * **Eager-SGD** sums the updates of the ranks' optimizers instead of gradients, which is the same for SGD.
   A late rank takes all sums that it missed, so replicas need no periodic synchronisation.  Pending
   updates stay in the rank's own weights; without them, training diverges when ranks fall far behind.
@@ -97,13 +97,13 @@ Not here
 * BMUF, Qsparse-local-SGD, DiLoCo and others that exchange after several local steps:
   ``sparsync.updates``.
 * fp16 and PowerSGD: PyTorch's own hooks, in ``sparsync train --algorithm fp16,powersgd``.
-* SparDL and O(k) volume in O(log P) rounds: ``sparsync.collectives.Halving`` is this project's.
+* SparDL.  O(k) volume in O(log P) rounds is this project's ``sparsync.collectives.Halving``.
 
 Figures
 -------
 
-* ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: the schemes compared
-  with WAGMA.
+* ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: the schemes in
+  comparison with WAGMA.
 * ``benchmarks/selection.md``: time of the selectors.
 * ``benchmarks/reproduced.md``: Ok-Topk's Table 1 and Figure 6, produced by ``sparsync reproduce
   oktopk-table1`` and ``sparsync reproduce oktopk-fig6``.
@@ -125,7 +125,7 @@ from sparsync.published.sparcml.collectives import Dynamic
 
 __all__ = ["ROWS", "AdPsgd", "Dpsgd", "EagerSgd", "GTopk", "GaussianK", "Sgp"]
 
-_GAUSSIAN = 1.5  # entries over k under error feedback (benchmarks/selection.md: 0.8 to 1.6)
+_GAUSSIAN = 1.5  # entries over k under error feedback (0.8 to 1.6 in benchmarks/selection.md)
 
 
 def _found_by_gaussiank(job: Job) -> tuple[int, Job]:
@@ -138,7 +138,7 @@ ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "topkdsa": row("topkdsa", Dynamic, "Ok-Topk, Table 1, TopkDSA", planned=True),
             "gaussiank": row(
                 "gaussiank",
-                partial(Allgather, cap=2.0),  # the published estimate has no upper end
+                partial(Allgather, cap=2.0),  # the published estimate has no upper bound
                 "Ok-Topk, Table 1, Gaussiank",
                 selector=GaussianK,
                 calls=_found_by_gaussiank,
@@ -156,7 +156,7 @@ ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "aliases": {
             "Allreduce-SGD": "allreduce",
             "Local SGD": "local",
-            # WAGMA-SGD, section 2.2, means this quorum: "at most half"
+            # the quorum that WAGMA-SGD, section 2.2, means: "at most half"
             "Eager-SGD": "eager-majority",
         },
     }

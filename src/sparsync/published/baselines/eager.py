@@ -30,7 +30,7 @@ class EagerSgd(Accompanied):
         W       = shared + waiting             pending updates stay in this rank's weights
 
     Args:
-        quorum: "solo": the first rank to arrive starts the sum; "majority": a rank drawn at random for
+        quorum: "solo": the first rank to arrive starts the sum.  "majority": a rank drawn at random for
             each step starts it, so on average half of the ranks have arrived.
 
     Cost: one dense allreduce per step; memory: 3 n.
@@ -48,7 +48,7 @@ class EagerSgd(Accompanied):
     """
 
     averaged: ClassVar[str] = "updates"
-    # the paper bounds staleness with a periodic synchronisation of the models; this scheme has none
+    # the paper bounds staleness by synchronising the models periodically; this scheme does not
     staleness: Staleness = "unbounded"
 
     def __init__(
@@ -73,7 +73,7 @@ class EagerSgd(Accompanied):
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Hand over this rank's local step; take the sums that are complete."""
+        """Hand over this rank's local step; apply the sums that are complete."""
         return await self._sum(round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -81,7 +81,7 @@ class EagerSgd(Accompanied):
         return await self._sum(2 * step, vector)
 
     async def _sum(self, version: int, vector: Tensor) -> Tensor:
-        # this rank's local step is its weights minus those that it took last
+        # this rank's local step is the difference between its weights and those that it took last
         update = vector.cpu() - self._taken
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, update, reply)
@@ -99,11 +99,11 @@ class EagerRounds(Rounds):
         self.quorum, self.seed, self.world_size = quorum, seed, world_size
         self.shared = shared
         self._waiting = torch.zeros_like(shared)  # updates that are in no sum yet
-        self._given = self._waiting  # this rank's contribution to the current round
+        self._given = self._waiting  # contribution of this rank to the current round
 
     def activates(self, version: int, rank: int) -> bool:
-        """In "solo" any rank may start; in "majority" a random one, when half have arrived on average."""
-        # the rank is drawn from seed and version alone, so all ranks agree on it without a message
+        """In "solo", any rank may start; in "majority", a random one: on average, half have arrived."""
+        # draw the rank from seed and version alone, so that all ranks agree on it without a message
         if self.quorum == "solo" or version % 2 == 0:
             return True
         return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
@@ -114,8 +114,8 @@ class EagerRounds(Rounds):
 
     async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
         """Sum the pending updates of all ranks."""
-        # this is fixed now, because updates published while the sum is in flight are not in it, and
-        # stay pending
+        # fix the contribution now: updates published while the sum is in flight are not in it, and stay
+        # pending
         self._given = self._waiting
         return await comm.allreduce(self._given, "average")
 

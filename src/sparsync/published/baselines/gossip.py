@@ -26,7 +26,7 @@ from sparsync.transports.ledger import Raw
 
 __all__ = ["AdPsgd", "Dpsgd", "Exponential", "Graph", "Ring", "Sgp", "SgpState", "exchange"]
 
-_WORD: Final = 8  # bytes in front of a message's values: SGP's weight, AD-PSGD's kind and step
+_WORD: Final = 8  # bytes before a message's values: SGP's weight, or AD-PSGD's kind and step
 _HEAD: Final = struct.Struct("<II")
 _ASK, _REPLY = 0, 1
 
@@ -39,13 +39,13 @@ class Graph(ABC):
         """Return the ranks that ``rank`` sends to: distinct, and not itself."""
 
     def sources(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return the ranks that ``rank`` receives from.  Unless overridden, this tries all P ranks."""
+        """Return the ranks that ``rank`` receives from.  Unless overridden, this checks all P ranks."""
         return [r for r in range(world_size) if rank in self.neighbours(r, world_size, step)]
 
 
 @final
 class Ring(Graph):
-    """Both neighbours on a ring, on every step; with two ranks, there is only one neighbour."""
+    """Both neighbours on a ring, on every step; with two ranks, they are the same rank."""
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
         """Return ``rank + 1``, then ``rank - 1``, so no two ranks send to the same rank at once."""
@@ -55,10 +55,10 @@ class Ring(Graph):
 
 @final
 class Exponential(Graph):
-    """The directed exponential graph has hops of 1, 2, 4, ... ranks; each step takes the next ``count``.
+    """The directed exponential graph: hops of 1, 2, 4, ... ranks; each step uses the next ``count``.
 
-    After any ceil(log2 P) steps every rank has information from every other.  With ``count=1`` and P a
-    power of two, all ranks then hold exactly the mean.
+    After any ceil(log2 P) steps, every rank has information from every other one.  With ``count=1`` and P
+    a power of two, all ranks then hold exactly the mean.
 
     Example:
         >>> [Exponential().neighbours(0, 8, step) for step in range(4)], Exponential(2).sources(0, 8, 0)
@@ -73,7 +73,7 @@ class Exponential(Graph):
         self.count = count
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return the ranks that this step's hops lead to."""
+        """Return the ranks at the end of this step's hops."""
         return [(rank + hop) % world_size for hop in self._hops(world_size, step)]
 
     def sources(self, rank: int, world_size: int, step: int) -> list[int]:
@@ -89,7 +89,7 @@ class Exponential(Graph):
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message``, `[m]`, to all neighbours; return the received messages and the own, by rank."""
+    """Send ``message``, `[m]`, to all neighbours; return theirs and this rank's own, in rank order."""
     payload = bytes_of(message)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
@@ -100,7 +100,7 @@ async def exchange(
         messages[source] = (await operation).to(message.device).view(message.dtype)
     for operation in sending:
         await operation
-    # messages are in rank order, so that sums do not depend on the order of arrival
+    # add the messages in rank order, so that sums do not depend on the order of arrival
     return [messages[rank] for rank in sorted(messages)]
 
 
@@ -153,11 +153,11 @@ class SgpState:
 class Sgp(Averager):
     """Pushes equal shares of the numerator x and of the weight w; the model is z = x / w.
 
-    Updates are added to x unscaled, so the mean over ranks moves by the mean of the updates, whatever the
-    weights are: after an update, ``x = w z + (model - z)``.
+    Updates are added to x unscaled, so the mean over ranks moves by the mean of the updates, whatever
+    the weights: after an update, ``x = w z + (model - z)``.
 
     Args:
-        neighbours: number of ranks to push to per step, on the directed exponential graph.
+        neighbours: number of ranks that a rank pushes to per step, on the directed exponential graph.
         graph: a graph to use instead; it must stay connected.
 
     Cost: ``neighbours`` messages of a model plus 8 bytes, sent and received per step.
@@ -187,7 +187,7 @@ class Sgp(Averager):
     global_period = None
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return the number of ranks whose pushes meet at one rank, itself included."""
+        """Return the number of ranks whose pushes meet at one rank, including itself."""
         return 1 + len(self.graph.neighbours(0, world_size, 0))
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -196,7 +196,7 @@ class Sgp(Averager):
         # neighbour and one for this rank. The columns of the mixing matrix sum to 1, so the sums of
         # x and of w over ranks never change.
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
-        # the weight takes 8 bytes in front of the values, which therefore stay aligned
+        # the weight takes 8 bytes before the values, so that these stay aligned
         weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)
         parts = [bytes_of(part) for part in (weight, share * self._x(vector))]
         messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
@@ -211,13 +211,13 @@ class Sgp(Averager):
         return self._keep(1.0, await mean(comm, self._x(vector)))
 
     def _x(self, vector: Tensor) -> Tensor:
-        """Return the numerator after the update that made z this vector."""
-        # by x = w z + (vector - z), the update is added to x unscaled by w
+        """Return the numerator x after the update that turned z into this vector."""
+        # by x = w z + (vector - z): the update is added to x without the factor w
         z = self.memory.get("model")
         return vector if z is None else vector + (self.state.weight - 1) * z
 
     def _keep(self, weight: float, z: Tensor) -> Tensor:
-        # at w = 1, x is the vector itself: no copy of the model is needed
+        # at w = 1, x is the vector itself, so no copy of the model is needed
         self.state = SgpState(weight)
         self.memory = {} if weight == 1 else {"model": z}
         return z
@@ -227,10 +227,10 @@ class Sgp(Averager):
 class AdPsgd(Accompanied):
     """Averages pairs of models in the background; no rank ever waits for one that is computing.
 
-    After each local step a rank takes the model that its agent holds at that time.  The agent asks a
-    random partner's agent for an average, unless its previous request is still pending.
+    After each local step, a rank continues with the model that its agent holds at that time.  The agent
+    asks a random partner's agent for an average, unless its previous request is still pending.
 
-    Cost: per step at most one exchange of n elements requested and, on average, one answered; memory
+    Cost: per step, at most one exchange of n elements requested and, on average, one answered; memory
     3 n.   State: the last model taken.
     Differs from the paper: any rank may ask any other, because agents answer immediately and cannot
     deadlock; the graph need not be bipartite.  Exchanges start once per step, not as often as possible.
@@ -265,12 +265,12 @@ class AdPsgd(Accompanied):
         return await self._take(vector, step, ask=True)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the mean of all models, once no exchange is under way."""
+        """Return the mean of all models, once no exchange is in progress."""
         await self._take(vector, step, ask=False)
         agent = self._agent
         await self._ask(step, agent.rest)
-        # After the barrier, no request is pending anywhere.  An exchange in flight would have half
-        # of its change in the mean and the other half after it.
+        # After the barrier, no request is pending anywhere.  An exchange in flight would have half of
+        # its change in the mean, and the other half would come after it.
         await comm.barrier()
         self.memory["taken"] = final = await mean(comm, agent.model)
         self._host.call(lambda: setattr(agent, "model", final))
@@ -326,7 +326,7 @@ class _PairAgent(Companion):
             self._idle = reply
 
     def receive(self, source: int, payload: Tensor) -> None:
-        """Answer a partner, or take its answer."""
+        """Answer a partner's request, or apply its answer."""
         self.ledger.received("average", payload.numel())
         kind, step = _HEAD.unpack(bytes(payload[:_WORD].tolist()))
         theirs = payload[_WORD:].clone().view(self.model.dtype)
@@ -334,8 +334,8 @@ class _PairAgent(Companion):
             mine = self.model
             self.model = mine + (theirs - mine) / 2
             self.participation.note(max(step - self._step, 0), 2)
-            # the reply is sent last, once this half is applied, because the partner may conclude on
-            # receiving it
+            # reply last, after applying this half, because the partner may conclude once it has the
+            # reply
             self.post(source, _HEAD.pack(_REPLY, step), mine)
             return
         assert self._asked is not None, "an answer follows a request"

@@ -16,19 +16,19 @@ __all__ = ["GTopk"]
 
 @final
 class GTopk(Collective):
-    """Sum along a binomial tree to rank 0, keeping the k largest of every merged pair; broadcast them.
+    """Sums along a binomial tree to rank 0, keeping the k largest of every merged pair; broadcasts them.
 
-    In the round with distance d, rank r + d passes its partial sum to rank r, for all r that 2 d divides;
+    In the round with distance d, rank r + d passes its partial sum to rank r, for all r divisible by 2 d;
     the broadcast takes the reverse path.  The lower ranks' share is the left operand.  The k largest
     entries of a pair need not be among the k largest of the sum.  Entries that a rank drops, and the
-    rounding errors of its message, stay in its residual, even at indices that it had not selected.  A
-    lossy codec must therefore be contractive.
+    rounding errors of its message, stay in its residual, even at indices that it had not selected.  So a
+    lossy codec must be contractive.
 
     Args:
         codec: wire format of both trees (default: coo, as in the paper).
 
     Cost: 2 ceil(log2 P) sequential messages, and 4 k ceil(log2 P) words through the port of rank 0, the
-    busiest; half of each is sent and half received.   State: none.
+    busiest rank; half of each is sent and half received.   State: none.
     Differs from the paper: P need not be a power of two; values are sent in their own dtype; the rank
     that drops a sum keeps it.  The paper returns it to the ranks that selected its entries, which loses
     entries that cancel.
@@ -54,8 +54,8 @@ class GTopk(Collective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 log2 P`` messages in sequence, ``4 k log2 P`` words (Ok-Topk, Table 1).
 
-        The root receives the first half and sends the second, so no rank sends or receives more than half
-        of these words.  Of the two ranks in each round, one encodes and the other decodes.
+        The root receives in the first half and sends in the second, so no rank sends or receives more
+        than half of these words.  In each round, one of two ranks encodes and the other decodes.
 
         Example:
             >>> GTopk().cost(Job(10**6, k=1000, world_size=8)).words
@@ -83,7 +83,7 @@ class GTopk(Collective):
         distances = (1 << i for i in range(reach.bit_length() - 1))
         children = [rank + d for d in distances if rank + d < comm.world_size]
         total, dropped = mine, []
-        # nearest first is rank order, so that the lower ranks' sum is always the left operand
+        # the order from near to far is rank order, so the lower ranks' sum is always the left operand
         for child in children:
             message = await comm.irecv(child, capacity, "reduce", framing)
             theirs = decode_as(codec, message, size, mine.values.dtype).to(device)
@@ -96,7 +96,7 @@ class GTopk(Collective):
         if rank:
             await comm.isend(payload, rank - reach, "reduce", framing)
             payload = await comm.irecv(rank - reach, capacity, "broadcast", framing)
-        # the child with the most descendants comes first, because the other subtrees need fewer
+        # send to the child with the most descendants first, because the other subtrees need fewer
         # rounds
         sending = [comm.isend(payload, child, "broadcast", framing) for child in children[::-1]]
         if rank:

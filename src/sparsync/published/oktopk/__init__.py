@@ -68,8 +68,8 @@ As published, with BERT's period::
     algorithm = sparsync.presets.resolve("oktopk-paper", threshold_period=128)
     sync = sparsync.attach(ddp_model, optimizer, algorithm, density=0.01)
 
-With quantised values.  Messages shrink to between 0.4 (bfloat16) and 0.2 (QSGD, 2 bits) times the bytes
-of COO.  QSGD is unbiased, as in SparCML; its error is discarded and reported
+With quantised values, messages shrink to between 0.4 (bfloat16) and 0.2 (QSGD, 2 bits) times the bytes of
+COO.  QSGD is unbiased, as in SparCML; its error is discarded and reported
 (``stats()["lost_norm"]``)::
 
     from sparsync.wire import Packed, SparseQsgd
@@ -86,7 +86,7 @@ One vector, without a model::
 
     reduced = sparsync.allreduce(torch.randn(10_000), sparsync.connect(), k=100, algorithm="oktopk")
 
-On virtual ranks.  The paper's names work as well, in upper or lower case, and options follow a colon::
+On virtual ranks; the paper's names work as well, in upper or lower case, and options follow a colon::
 
     sparsync simulate --algorithm Ok-Topk,oktopk-paper:threshold_period=128 --ranks 8 --model-size 100000
     sparsync bench --collectives TopkA,TopkDSA,gTopk,Gaussiank,Ok-Topk --ranks 8 --size 100000 --steps 4
@@ -97,8 +97,8 @@ Differs from the paper
 
 "oktopk-paper" and "oktopk":
 
-* **P** may be any number of ranks.  The published recursive doubling needs a power of two.  Ranks form a
-  circulant graph instead, which takes the same number of rounds and words.
+* **P** may be any number of ranks.  The published recursive doubling needs a power of two.  Here, ranks
+  form a circulant graph instead, which takes the same number of rounds and words.
 * **The residual holds gradients**, not gradients times the learning rate (Algorithm 2, line 4).  A DDP
   hook sees gradients, and the residual stays valid when the learning rate changes.
 * **Sums are left folds in the order of the turns**: the owner r of a region adds the shares of r - 1,
@@ -113,17 +113,17 @@ Differs from the paper
   knows them.
 * **Indices are relative to their region**, so 32 bits suffice for any n.  Every message has a header of
   8 bytes.
-* **Values may be rounded** (``codec=``): entries on their way to a region's owner, the owner's sums on
-  their way to all ranks, and sums handed over for balancing a second time.  The rank that rounds keeps
-  the error, which must be smaller than the vector.  QSGD's error is not: either discard it with
+* **Values may be rounded** (``codec=``) up to three times: entries on their way to a region's owner, sums
+  on their way to all ranks, and sums handed over for balancing.  The rank that rounds keeps the error,
+  which must be smaller than the vector.  QSGD's error is not: either discard it with
   ``keep_error=False`` or use ``shrink=True``.  Thresholds are computed from exact sums.
 
 "oktopk" alone:
 
-* **At most k entries** are taken, locally and globally (``cap=1.0``).  A threshold that is 32 steps old
+* **At most k entries** are sent, locally and globally (``cap=1.0``).  A threshold that is 32 steps old
   may select many times k entries, and no bound in terms of k would hold.
 * **A floor** (``floor=2 / 3``): a step whose threshold selects fewer than 2 / 3 k entries falls back to
-  exact selection.  Early in training a reused threshold selects only 0.03 to 0.1 k.
+  exact selection.  Early in training, a reused threshold selects only 0.03 to 0.1 k.
 * **The global threshold is recomputed on every step** from a histogram
   (``global_threshold="histogram"``), which takes one small allreduce.  The paper allgathers all reduced
   entries every tau' steps: up to 2 min(k P, n) words that its "6k" leaves out.
@@ -153,7 +153,7 @@ Figures
 
 * ``docs/results.md``: times on real links, compared with dense and this project's "budgeted".
 * ``benchmarks/oktopk_volume.md``: words per k for a range of P and inputs.
-* ``benchmarks/ablations.md``: rotation, bucketing and both kinds of balancing, each switched off in turn.
+* ``benchmarks/ablations.md``: rotation, bucketing and both kinds of balancing, each switched off alone.
 * ``benchmarks/threshold-period.md``: how long a threshold stays accurate.
 * ``benchmarks/xi.md``: xi for a range of values and densities.
 * ``benchmarks/convergence-sgd.md``: loss after equal numbers of steps.

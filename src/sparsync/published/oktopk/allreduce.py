@@ -1,4 +1,4 @@
-"""Ok-Topk: O(k) sparse allreduce (Li & Hoefler, PPoPP 2022, Algorithm 1), and its cost."""
+"""Ok-Topk's O(k) sparse allreduce (Li & Hoefler, PPoPP 2022, Algorithm 1), and its cost."""
 
 from __future__ import annotations
 
@@ -52,15 +52,14 @@ __all__ = [
 # The marginal bin may hold up to k / 64 entries.  They are admitted in rank order, not by magnitude, so
 # up to this fraction of the total may differ from the exact top-k.
 _FINE = 64
-# These were fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a
-# budgeted turn.
+# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
 _PASSES = 4  # per entry of k: sort, histogram, and find the delivered ones
 _COUNTS_TURN = 1 / 3  # share of a turn, because a round that exchanges counts does almost no work
 
 
 @dataclass(frozen=True)
 class OkTopkState:
-    """The state that is carried from step to step; it is the same on every rank.
+    """The state carried from step to step, equal on every rank.
 
     Attributes:
         boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and after a region was crowded.
@@ -75,32 +74,32 @@ class OkTopkState:
 class OkTopk(Collective):
     """Top-k of the sum of the ranks' top-k entries, with O(k) volume for any P.
 
-    Phases, with the lines of Algorithm 1: 1. agree on P regions that hold equally many selected entries,
-    every ``repartition_period`` steps (5-7);  2. split and reduce: each region's owner sums it (8);  3.
-    global selection of the k largest (9-12);  4. balance, if counts are uneven, and allgatherv (13);  5.
-    delivered = selected entries whose index is in the total (14).
+    The phases, with the lines of Algorithm 1: 1. agree on P regions that hold equally many selected
+    entries, every ``repartition_period`` steps (5-7);  2. split and reduce: each region's owner sums it
+    (8);  3. select the k largest globally (9-12);  4. balance, if counts are uneven, and allgatherv (13);
+    5. delivered = selected entries whose index is in the total (14).
 
     Args:
         codec: wire format (default: coo).  A lossy codec rounds entries on their way to a region's
-            owner, and the owner's sums on their way to all.
+            owner, and the owner's sums on their way to all ranks.
         keep_error: the rank that rounds keeps the error, which requires a contractive codec; if
             False, the error is lost and reported.
         repartition_period: tau in steps (paper: 64).
-        repartition_trigger: cut again on the next step when a region held more than this multiple of
-            the mean (1.5 keeps the words received in phase 2 below 3k).  None never does so early,
-            as published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
+        repartition_trigger: cut again on the next step if a region held more than this multiple of
+            the mean (1.5 keeps the words received in phase 2 below 3k).  None never cuts early, as
+            published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
         boundaries: "histogram" (quantiles of the summed counts) or "average" (means of the ranks' own
             cuts, as published, section 3.1.1; assumes that the ranks' supports look alike).
         global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
             every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
-        cap: at most ``cap * k`` entries are taken, locally and globally; None takes any number.
+        cap: at most ``cap * k`` entries are sent, locally and globally; None for no limit.
         buckets: number of buckets of messages in the split; one is reduced while the next is in flight
             (section 3.1.1, which gives no number).  1: no bucketing.
         rotate: rotate destinations (Figure 2b).
         balanced_split: False cuts even regions (the "naive reduce" of Figure 7a).
         balance: False never balances before the allgatherv (Figure 7b).
-        balance_trigger: balance when the largest count exceeds this multiple of the mean (section 5.3:
+        balance_trigger: balance if the largest count exceeds this multiple of the mean (section 5.3:
             4).
 
     Cost: 2 k (P - 1) / P words where supports match the regions (Theorem 3.1 is tight), at most
@@ -179,7 +178,7 @@ class OkTopk(Collective):
         """Return Equations 1 and 2 for equally full regions, plus the cost of agreeing on the regions.
 
         The cost is a mean over the steps of a period.  One of them cuts the regions again and, with an
-        allgathered threshold, one collects all reduced entries.  Reused thresholds are assumed to select
+        allgathered threshold, one collects all reduced entries.  It assumes that reused thresholds select
         k entries.  Equation 3 is the paper's bound; ``bound_words`` holds for the default settings.
 
         Example:
@@ -207,7 +206,7 @@ class OkTopk(Collective):
         return cost + Cost(0, 0, encoded=encoded, decoded=decoded, turns=turns)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return ``bound_words`` with a cap; as published, Equation 3, which ignores exact steps."""
+        """Return ``bound_words`` if capped; as published, Equation 3, which ignores exact steps."""
         if self.global_threshold == "allgather":
             return equation_3(job.k, job.world_size).words
         if self.cap == 1:
@@ -216,8 +215,8 @@ class OkTopk(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run Algorithm 1."""
-        # The cap is applied before any message is sent: a threshold that is reused for 32 steps
-        # selects up to 19 k entries (measured), and Equations 1 to 3 assume k.
+        # Apply the cap before sending any message: a threshold that is reused for 32 steps selects up
+        # to 19 k entries (measured), but Equations 1 to 3 assume k.
         mine = capped(selected, k, self.cap)
         boundaries = await self._agree_on_boundaries(comm, mine, k, step)
         writer = regions.Writer(self.codec, comm, mine, step)
@@ -245,8 +244,8 @@ class OkTopk(Collective):
             balance_trigger=self.balance_trigger,
         )
         # The paper cuts every 64 steps, because supports change slowly.  After a jump, one owner may
-        # receive 2 (P - 1) k words until the period ends.  All ranks see the loads at this point, so they
-        # can agree to cut on the next step.
+        # receive 2 (P - 1) k words until the period ends.  Here, all ranks see the loads, so they can
+        # agree to cut on the next step.
         trigger = self.repartition_trigger
         crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
         self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
@@ -271,8 +270,8 @@ class OkTopk(Collective):
         if step % self.repartition_period and known and len(known) == world_size + 1:
             return list(known)
         if self.boundaries == "average":
-            # In the tight case of Theorem 3.1, rank i has selected entries of region i only, and means of
-            # the ranks' cuts fit no rank: at P = 16 one of them receives 13.1 words per k.
+            # In the tight case of Theorem 3.1, rank i has selected entries only in region i, so the means
+            # of the ranks' cuts fit no rank: at P = 16, one of them receives 13.1 words per k.
             cuts = regions.equal_count_cuts(selected.indices.tolist(), size, world_size)
             sums = await comm.allreduce(torch.tensor(cuts, dtype=torch.int64), "boundaries")
             return [0, *(total // world_size for total in sums.tolist()), size]
@@ -301,7 +300,7 @@ class OkTopk(Collective):
     async def _by_histogram(
         self, comm: Communicator, share: regions.Share, k: int, *, size: int
     ) -> _Kept:
-        """Keep exactly ``min(cap * k, nnz)`` entries, by histograms of magnitudes and then of counts.
+        """Keep exactly ``min(cap * k, nnz)`` entries, using histograms of magnitudes.
 
         The bins cover one octave on either side of the last threshold, or all magnitudes if there is
         none.  All entries above the marginal bin are kept.  The remaining places are filled in rank
@@ -311,7 +310,7 @@ class OkTopk(Collective):
         # every tau' steps: up to 2 min(k P, n) words, which the paper's 6 k does not include.
         cap, last, values = self.cap, self.state.threshold_key, share.region.values
         # One bit pattern of NaN has the key ``stop`` itself.  ``below`` counts every element as below
-        # ``stop``, so this one falls into the last bin.
+        # ``stop``, so a NaN of this kind falls into the last bin.
         stop, octave = kernels.key_range(values.dtype)
         around, bins = None, regions.REFINING_BINS
         if last is not None:
@@ -339,8 +338,8 @@ class OkTopk(Collective):
         bounds = below(torch.tensor([bracket.low, bracket.high]))
         from_low, from_high = (values.numel() - bounds).tolist()
         mine = torch.tensor([from_high, from_low - from_high, share.load])
-        # One allgather decides which entries are kept, whether to balance, and whether to cut the regions
-        # again.  After it, every rank knows the length of every message.
+        # This allgather decides which entries are kept, whether to balance, and whether to cut the
+        # regions again.  After it, every rank knows the length of every message.
         everyone = await comm.allgather(mine, "sizes")
         above, marginal, loads = zip(*(t.tolist() for t in everyone), strict=True)
         places = sum(marginal) if cap is None else min(wanted, total) - sum(above)
@@ -354,12 +353,12 @@ class OkTopk(Collective):
     async def _by_allgather(
         self, comm: Communicator, region: SparseVector, k: int, boundaries: Sequence[int]
     ) -> _Kept:
-        """Allgather all reduced entries and take the k-th largest as threshold (line 10).
+        """Allgather all reduced entries and take the k-th largest as the threshold (line 10).
 
         This takes up to 2 min(k P, n) words, which Equation 3 leaves out.
         """
-        # the codec must be exact, because rounded sums would tie, and far more than k entries would
-        # reach the k-th largest
+        # use an exact codec: rounded sums would tie, and far more than k entries would reach the k-th
+        # largest
         codec = self.codec if self.codec.is_exact(region.values.dtype) else Coo()
         encoded = codec.encode(region)
         length = torch.tensor([encoded.payload.numel()])
@@ -394,8 +393,8 @@ class OkTopk(Collective):
     def _within_cap(self, counts: Sequence[int], k: int, *, finite: bool) -> Sequence[int]:
         """Scale the counts down to ``cap * k`` entries pro rata; the entries cut off are not delivered.
 
-        No cap applies if a value is not finite: it could drop the NaN that makes all ranks refuse the
-        step.
+        No cap applies if a value is not finite, because a cap could drop the NaN that makes all ranks
+        refuse the step.
         """
         total = sum(counts)
         most = most_entries(k, self.cap, total) if finite else total
@@ -408,8 +407,8 @@ class OkTopk(Collective):
 class _Kept(NamedTuple):
     """The number of largest entries that each rank keeps of its region, known to all ranks.
 
-    ``loads`` has the number of entries that each rank summed; it is empty if these were not
-    exchanged.
+    ``loads`` has the number of entries that each rank summed; it is empty if the ranks have not exchanged
+    them.
     """
 
     counts: Sequence[int]
@@ -423,12 +422,12 @@ class _Kept(NamedTuple):
 def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
     """Return the most words that a rank sends or receives on any step of the preset "oktopk".
 
-    ``6 k (P - 1) / P`` (Equation 3) when the ranks' inputs are exchangeable.  For arbitrary inputs
+    ``6 k (P - 1) / P`` (Equation 3) if the ranks' inputs are exchangeable.  For arbitrary inputs
     ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 2, plus Equation 1 without its assumption that a
     rank owns 1 / P of the entries that it selected (it may have to send all k).
 
     Domain: supports that do not move from one step to the next (the paper: for 64 steps).  Headers and
-    histograms have no separate term.  The bound leaves room for them if ``k / P >= 256``, except where
+    histograms have no separate term.  If ``k / P >= 256``, the bound leaves room for them, except where
     the entries alone take all 4 k words: P = 2, disjoint supports, one rank's values dominating.
 
     Example:
@@ -458,8 +457,8 @@ def equation_3(k: float, world_size: int) -> Cost:
 def split_cost(k: float, world_size: int, message: float | None = None) -> Cost:
     """Return the cost of split and reduce, Equation 1: ``(P - 1) alpha + 2 k (P - 1) / P beta``.
 
-    The headers of P - 1 messages are added.  Every region is assumed to hold equally many of every
-    rank's entries.  ``message`` is the bytes of k / P entries; None counts them as coo.
+    The cost includes the headers of P - 1 messages.  It assumes that every region holds equally many of
+    every rank's entries.  ``message`` is the size in bytes of k / P entries; None counts them as coo.
     """
     peers, message = world_size - 1, _share_bytes(k, world_size) if message is None else message
     return Cost(peers, peers * message, together=max(peers - 1, 0))
@@ -485,7 +484,7 @@ def _share_bytes(k: float, world_size: int) -> float:
 def histogram_cost(k: int, world_size: int) -> Cost:
     """Return the cost of an allreduce of ``clamp(k / 16, 32, 1024)`` bins plus two outer ones.
 
-    Each time that the marginal bin is divided again (usually 0 or 1 times), 64 bins are added.
+    Each further division of the marginal bin (usually 0 or 1) adds 64 bins.
     """
     return allreduce(regions.bins_for(k) + 2, world_size)
 

@@ -19,18 +19,18 @@ def oktopk(
     floor: float | None = 2 / 3,
     **options: Any,
 ) -> Algorithm:
-    """Ok-Topk with histogram cuts, histogram threshold and a cap: a volume bound on every step.
+    """Ok-Topk with histogram cuts, histogram threshold and a cap, which bound the volume of every step.
 
     The bound assumes that supports do not move from one step to the next (the paper: within 64 steps),
     and that k / P >= 256.
 
     Args:
-        threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32); "auto":
-            each rank renews its threshold when its count leaves a band of 11 % around k.
-        cap: at most ``cap * k`` entries are taken, locally and globally.
-        floor: a step that finds fewer than ``floor * k`` local entries is made exact (early in training
-            a threshold reused for 32 steps finds 0.03 to 0.1 k, benchmarks/threshold-period.md); None:
-            never, as published.
+        threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32).  With
+            "auto", each rank renews its threshold when its count leaves a band of 11 % around k.
+        cap: at most ``cap * k`` entries are sent, locally and globally.
+        floor: a step that finds fewer than ``floor * k`` local entries is made exact; None: never, as
+            published.  Early in training, a threshold reused for 32 steps finds 0.03 to 0.1 k
+            (benchmarks/threshold-period.md).
         options: see ``sparsync.published.oktopk.OkTopk``.
     """
     if cap is not None and floor is not None:
@@ -52,7 +52,7 @@ def oktopk(
 
 
 def oktopk_paper(*, threshold_period: int = 32, **options: Any) -> Algorithm:
-    """Ok-Topk as published has averaged boundaries, an allgathered threshold, and no cap.
+    """Ok-Topk as published: averaged boundaries, an allgathered threshold, and no cap.
 
     Args:
         threshold_period: tau' (paper, section 5.2: 32 for VGG and LSTM, 128 for BERT).

@@ -1,7 +1,7 @@
-"""Ok-Topk's regions (section 3.1): how ranks agree on them, reduce, balance and gather them.
+"""Ok-Topk's regions (section 3.1): how ranks agree on, reduce, balance and gather them.
 
-All ranks know all counts before the allgatherv, so the length of every message is known and its receiver
-can allocate a buffer.
+All ranks know all counts before the allgatherv.  So the length of every message is known, and its
+receiver can allocate a buffer.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
     "split_reduce",
 ]
 
-REFINING_BINS = 64  # per bracket that is divided again: three rounds tell 2^18 magnitudes apart
-# a multiple of the even share: the allgatherv uses a ring if dissemination makes the busiest rank
-# send more than this
+REFINING_BINS = 64  # per bracket that is divided again: three rounds distinguish 2^18 magnitudes
+# The allgatherv uses a ring if dissemination makes the busiest rank send more than this multiple of
+# the even share.
 _TOLERANCE = 1.25
 
 
@@ -51,7 +51,7 @@ _TOLERANCE = 1.25
 
 
 def equal_count_cuts(indices: Sequence[int], size: int, parts: int) -> list[int]:
-    """Return the ``parts - 1`` cuts with equally many of the ascending ``indices`` between them.
+    """Return the ``parts - 1`` cuts that leave equally many of the ascending ``indices`` between them.
 
     Example:
         >>> equal_count_cuts([1, 2, 3, 90], size=100, parts=2)
@@ -66,7 +66,7 @@ def is_crowded(loads: Sequence[int], trigger: float) -> bool:
     """Return whether a region was so full that its boundaries should be agreed on again.
 
     A crowded region holds more than ``trigger`` times the mean, and more than new cuts could divide: an
-    index that all ranks selected is a load of P by itself.
+    index that all ranks selected is already a load of P.
     """
     world_size = len(loads)
     return bool(loads) and max(loads) > trigger * sum(loads) / world_size + 2 * world_size
@@ -82,7 +82,7 @@ class Bracket(NamedTuple):
 
 
 def bins_for(k: int) -> int:
-    """Return the number of bins of a histogram: k / 16, within [32, 1024], to keep it cheap."""
+    """Return the number of bins of a histogram: k / 16, limited to [32, 1024] to keep it cheap."""
     return min(max(k // 16, 32), 1024)
 
 
@@ -100,21 +100,22 @@ async def quantiles(
 ) -> tuple[int, list[Bracket]]:
     """Bracket the keys at given positions of the sorted union of all ranks' keys.
 
-    One allreduce of a histogram narrows every wanted cut to one bin; bins that still hold too much are
-    divided again.  The paper averages the ranks' own cuts instead (section 3.1.1), which requires
+    An allreduce of a histogram narrows every wanted cut to one bin; bins that still hold too many keys
+    are divided again.  The paper averages the ranks' own cuts instead (section 3.1.1), which requires
     supports that look alike.
 
     Args:
         comm: the group.
         below: returns, for ascending ``torch.int64`` edges in ``[0, stop]``, the number of this rank's
             keys below each.
-        ranks_of: returns the wanted 0-based positions, ascending, for the total number of keys.
-        stop: all keys are smaller.
+        ranks_of: returns the wanted 0-based positions, in ascending order, given the total number of
+            keys.
+        stop: all keys are smaller than this.
         bins: words of the first histogram; later ones take 64 per bracket that is divided again.
         tolerance: returns, for the total, how many keys a bracket may hold before it is divided again.
-        start_at: the range to search first, ``(low, high)``; default everywhere.
-        count_limit: an upper bound of the total, the same on all ranks: decides 4 or 8 bytes per bin.
-        phase: the ledger's phase for the bytes.
+        start_at: the range to search first, ``(low, high)``; by default, all keys.
+        count_limit: an upper bound of the total, the same on all ranks; decides on 4 or 8 bytes per bin.
+        phase: the phase under which the ledger counts the bytes.
 
     Returns:
         The total, and one bracket per position; a position past the last key gets an empty bracket at the
@@ -132,8 +133,8 @@ async def quantiles(
         at = below(torch.tensor(edges, dtype=torch.int64))
         counts = await comm.allreduce(at.diff().to(dtype), phase)
         ends = [0, *counts.to(torch.int64).cumsum(0).tolist()]
-        # From here on all decisions use integers that are equal on all ranks, so all ranks take the same
-        # branches and stay in the same round of the loop.
+        # From here on, all decisions use integers that are equal on all ranks, so all ranks take the
+        # same branches and stay in the same round of the loop.
         if not brackets:  # the first histogram covers all keys, so it yields the total
             total = ends[-1]
             wanted = ranks_of(total)
@@ -143,7 +144,7 @@ async def quantiles(
                 _narrowed(bracket, position, edges, ends)
                 for bracket, position in zip(brackets, wanted, strict=True)
             ]
-        # a bracket of a single key cannot be divided, so the loop ends however many keys tie there
+        # a bracket of a single key cannot be divided, so the loop ends no matter how many keys tie there
         enough = tolerance(total)
         open_ones = sorted(
             {(b.low, b.high) for b in brackets if b.inside > enough and b.high - b.low > 1}
@@ -155,7 +156,7 @@ async def quantiles(
 
 def _edges(spans: Sequence[tuple[int, int]], bins: int, *outer: int) -> list[int]:
     """Divide the spans evenly into about ``bins`` pieces in total, and return the edges."""
-    # there are at least two pieces, because otherwise a round would leave a bracket unchanged
+    # at least two pieces, because otherwise a round would leave a bracket unchanged
     per_span, edges = max(2, bins // len(spans)), set(outer)
     for low, high in spans:
         pieces = max(min(per_span, high - low), 1)
@@ -188,17 +189,17 @@ def _narrowed(
 
 @final
 class Writer:
-    """Writes this rank's messages of one call, and collects the errors of a lossy codec.
+    """Writes this rank's messages for one call, and collects the errors of a lossy codec.
 
     Args:
         codec: wire format.
         comm: the group.
-        like: any vector of the size and dtype of the whole.
+        like: any vector with the size and dtype of the whole vector.
         step: 0-based, for codecs that draw random numbers.
 
     Attributes:
-        errors: given minus decoded values of every message, as parts of the whole; empty for an exact
-            codec.
+        errors: values before minus after encoding, for every message, as parts of the whole vector; empty
+            for an exact codec.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class Writer:
         if self.exact:
             return self.codec.encode(region).payload
         encoded = self.codec.seeded(self._source, self._step).encode(region)
-        # the next message gets another source, because QSGD is unbiased only over independent draws
+        # use another source for the next message, because QSGD is unbiased only over independent draws
         self._source += self._ranks
         error = rounded_off(region, encoded.decoded)
         self.errors.append(error.embed(start, self._size))
@@ -224,7 +225,7 @@ class Writer:
     def write_regions(
         self, vector: SparseVector, boundaries: Sequence[int], own: int
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return one message per region, empty for ``own``, and the own region's entries, unrounded."""
+        """Return one message per region (empty for ``own``), and the own region's unrounded entries."""
         if self.exact:
             return encode_regions(self.codec, vector, boundaries, own)
         parts, none = vector.split(boundaries), torch.empty(0, dtype=torch.uint8)
@@ -260,7 +261,7 @@ def schedule(rank: int, world_size: int, *, rotate: bool) -> Iterator[tuple[int,
 
 
 class Share(NamedTuple):
-    """The sum over ranks of one rank's region, relative to its start, and the entries summed."""
+    """The sum over ranks of one rank's region, relative to its start, and the number of summands."""
 
     region: SparseVector
     load: int
@@ -278,17 +279,17 @@ async def split_reduce(
 ) -> Share:
     """Send each region's entries to its owner; return the sum of this rank's region.
 
-    Sums are left folds in the order of the turns, starting with the own share: with rotation, rank r adds
-    the shares of r - 1, r - 2, ..., whatever arrives first.  A bucket of turns is reduced while the next
-    one is in flight (section 3.1.1); if the next one has already arrived, both are reduced at once.
+    Sums are left folds in the order of the turns, starting with this rank's share: with rotation, rank r
+    adds the shares of r - 1, r - 2, ..., whatever arrives first.  A bucket of turns is reduced while the
+    next one is in flight (section 3.1.1); if that has already arrived, both are reduced at once.
 
     Args:
         comm: the group.
         selected: this rank's entries.
         boundaries: P + 1 ascending cuts of ``[0, size)``; rank r owns ``[b[r], b[r + 1])``.
-        writer: of this rank's messages.
+        writer: writes this rank's messages.
         most: the largest number of entries that any rank may have selected.
-        buckets: the maximal number of buckets of turns; 1: all shares are reduced at the end.
+        buckets: the maximum number of buckets of turns; 1: all shares are reduced at the end.
         rotate: as for ``schedule``.
 
     Cost: P - 1 messages; at most 2 ``most`` words sent; two buckets in flight.
@@ -309,17 +310,17 @@ async def split_reduce(
             sending.append(comm.isend(payloads[dest], dest, phase, framing))
         return receiving
 
-    # In the order of the turns, not of arrival: float addition is not associative, and the simulator,
-    # gloo and ZeroMQ must agree bit for bit.  Rank order would not do either: rank P - 1 would wait for
-    # its last turn but one before it could add the share of rank 0.
+    # Add in the order of the turns, not of arrival: float addition is not associative, and the
+    # simulator, gloo and ZeroMQ must agree bit for bit.  Rank order would be too slow: rank P - 1 would
+    # wait for its second-last turn before it could add the share of rank 0.
     region, load, flight, arrived = mine, mine.nnz, start(0), []
     for first in range(0, len(turns), width):
-        # The next bucket is sent before this one has arrived.  The paper sends it afterwards, which costs
-        # the latency once per bucket: more than the overlap gains when messages are short.
+        # Send the next bucket before this one has arrived.  The paper sends it afterwards, which costs
+        # the latency once per bucket: more than the overlap gains if messages are short.
         ahead = start(first + width)
         arrived += [await receiving for receiving in flight]
         flight = ahead
-        # An early reduction reads the running sum once more, which only pays if the rank would idle.
+        # an early reduction reads the running sum once more, which only pays if the rank would idle
         if sum(receiving.poll(0.0) for receiving in flight) > len(flight) // 2:
             continue
         with comm.stage("unpack"):
@@ -338,8 +339,8 @@ async def split_reduce(
 
 
 def holders(counts: Sequence[int], trigger: float) -> list[int]:
-    """Return the ranks that share the entries when balancing: at most ``trigger`` times the mean."""
-    # in integers, because rounding could make ranks disagree
+    """Return the ranks that hold entries after balancing: those with at most ``trigger`` x the mean."""
+    # compare integers, because rounding could make ranks disagree
     total, world_size = sum(counts), len(counts)
     return [r for r, count in enumerate(counts) if count * world_size <= trigger * total]
 
@@ -347,8 +348,8 @@ def holders(counts: Sequence[int], trigger: float) -> list[int]:
 def balanced_counts(counts: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return the number of entries per rank after balancing: even over ``ranks``, 0 for the others.
 
-    Section 3.1.2 gives every rank k / P.  An overfull rank keeps none, because it already knows its own
-    entries: any share that it kept or got back would only add volume.
+    Section 3.1.2 gives every rank k / P.  Here, an overfull rank keeps none: it already knows its own
+    entries, so any share that it kept or got back would only add volume.
 
     Example:
         >>> balanced_counts([9, 0, 1, 0, 0], ranks=[1, 2, 3, 4])
@@ -365,7 +366,7 @@ def balanced_counts(counts: Sequence[int], ranks: Sequence[int]) -> list[int]:
 def balance_plan(
     counts: Sequence[int], targets: Sequence[int]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield moves ``(source, dest, start, entries)`` that leave rank j with ``targets[j]``, in order.
+    """Yield moves ``(source, dest, start, entries)`` in order, after which rank j has ``targets[j]``.
 
     The entries of all ranks, concatenated, are cut into pieces of the target lengths; piece j goes to
     rank j.  There are at most 2 P - 1 moves, including those from a rank to itself.
@@ -386,7 +387,7 @@ def balance_plan(
 
 
 def dissemination_sends(lengths: Sequence[int]) -> int:
-    """Return the most bytes that any rank sends when messages of these lengths are disseminated.
+    """Return the most bytes that any rank sends if messages of these lengths are disseminated.
 
     Example:
         >>> dissemination_sends([1, 1, 1, 1]), dissemination_sends([4, 0, 0, 0])
@@ -435,14 +436,15 @@ async def balance_and_allgatherv(
 ) -> SparseVector:
     """Return the union of all ranks' kept entries, identical everywhere.
 
-    ``kept`` are this rank's entries, relative to its region; ``counts`` are the numbers of entries of all
-    ranks.  Entries are balanced first if the largest count exceeds ``balance_trigger`` times the
-    mean; with None they never are.
+    ``kept`` has this rank's entries, relative to its region; ``counts`` has each rank's number of
+    entries.  Entries are first balanced if the largest count exceeds ``balance_trigger`` times the mean;
+    with None, never.
 
     Cost: balancing takes at most 2 (P - 1) messages in total and 2k words per rank.  The allgatherv takes
     ceil(log2 P) messages and about 2k (P - 1) / P words if counts are even, otherwise P - 1 messages on a
-    ring and at most 2k words.  After balancing, m ranks hold nothing: the others send their share to each
-    of them (m messages, 2k m / (P - m) words more), so a rank that handed over 2k words forwards nothing.
+    ring and at most 2k words.  After balancing, m ranks hold nothing, and each of the others sends its
+    share to all of them (m messages, 2k m / (P - m) words more).  So a rank that handed over 2k words
+    forwards nothing.
     """
     size, total, codec = boundaries[-1], sum(counts), writer.codec
     mine = kept.embed(boundaries[comm.rank], size)
@@ -473,19 +475,19 @@ async def _allgatherv(
     holding: Sequence[int],
     framing: MessageFraming,
 ) -> list[Tensor]:
-    """Collect, in rank order, the messages of ranks that hold entries; idle ranks only receive."""
+    """Collect, in rank order, the messages of the ranks that hold entries; idle ranks only receive."""
     phase = "allgatherv"
     idle = [rank for rank in range(comm.world_size) if rank not in holding]
     if comm.rank in idle:
         receiving = [comm.irecv(source, lengths[source], phase, framing) for source in holding]
         return [await operation for operation in receiving]
-    # In recursive doubling (3.1.2) idle ranks would forward the others' entries after having sent up to
-    # 2 k words for balancing.  Instead, holders gather among themselves and each sends to all idle ranks.
+    # With recursive doubling (3.1.2), idle ranks would forward the others' entries after sending up to
+    # 2 k words for balancing.  Instead, holders gather among themselves, then send to all idle ranks.
     sending = [comm.isend(payload, dest, phase, framing) for dest in idle]
     group = Subgroup(comm, holding) if idle else comm
     shares = [lengths[rank] for rank in holding]
-    # In a dissemination a rank that holds nearly all entries sends them in every round, ceil(log2 P)
-    # times; a ring sends nothing twice.  All ranks know the lengths, so they choose alike.
+    # In a dissemination, a rank that holds nearly all entries sends them in every round, ceil(log2 P)
+    # times; a ring sends nothing twice.  All ranks know the lengths, so they make the same choice.
     even_share = sum(shares) * (len(shares) - 1) / len(shares)
     ring = dissemination_sends(shares) > _TOLERANCE * even_share
     messages = await group.allgatherv(payload, shares, phase, framing, ring=ring)
@@ -503,7 +505,7 @@ async def _balance(
     writer: Writer,
 ) -> SparseVector:
     """Hand entries over until rank j holds ``targets[j]``, in order, so that pieces can be joined."""
-    # each message has entries of one region, whose width all ranks know, so indices are relative to
+    # a message has entries of one region, whose width all ranks know, so its indices are relative to
     # that region
     codec, framing, phase = writer.codec, writer.framing, "balance"
     pieces = {comm.rank: mine.keep(slice(0, 0))}

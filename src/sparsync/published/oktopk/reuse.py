@@ -1,4 +1,4 @@
-"""Threshold reuse: exact selection every ``threshold_period`` steps, one comparison per entry between."""
+"""Threshold reuse: exact selection every ``threshold_period`` steps, else one comparison per entry."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ from sparsync.sparse import SparseVector
 
 __all__ = ["Reused", "ReusedState"]
 
-_BAND = 0.11  # share of k; the paper's average deviation stays below it (section 5.2)
-_MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: 84 % of it
+_BAND = 0.11  # fraction of k; the paper's average deviation stays below it (section 5.2)
+_MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: down to 84 % of it
 
 
 @dataclass(frozen=True)
 class ReusedState:
     """State carried from step to step."""
 
-    # the k-th largest magnitude at the last exact step; None before the first, or if all entries
+    # the k-th largest magnitude at the last exact step; None before the first step, or if all entries
     # were zero
     threshold_key: int | None = None
 
 
 @final
 class Reused(Selector):
-    """Selects entries that are at least as large as the k-th largest was at the last exact step.
+    """Selects the entries that are at least as large as the k-th largest one at the last exact step.
 
-    Exact steps select exactly ``min(k, nnz)`` entries.  On the steps between them the count drifts, so
-    only the ``cap * k`` largest are taken, and a step that finds fewer than ``floor * k`` is made exact.
+    Exact steps select exactly ``min(k, nnz)`` entries.  On the steps between them, the count drifts.  So
+    only the ``cap * k`` largest are selected, and a step that finds fewer than ``floor * k`` is made
+    exact.
 
     ``threshold_period="auto"`` has no fixed period: a step that finds fewer than 0.89 k or more than
-    1.11 k entries takes exactly k and renews the threshold.  This is usually almost free: if at least k
-    entries lie above 84 % of the threshold, the k largest are among them.  The paper's 11 %, which is an
-    average there, becomes a bound (``benchmarks/threshold-period.md``).
+    1.11 k entries selects exactly k and renews the threshold.  This is usually almost free: if at least k
+    entries lie above 84 % of the threshold, the k largest are among them.  The paper's 11 %, there an
+    average, becomes a bound (``benchmarks/threshold-period.md``).
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
-        cap: maximal number of entries over k, on steps that reuse a threshold; None sets no bound,
+        cap: maximum number of entries over k, on steps that reuse a threshold; None sets no bound,
             as published.
-        floor: minimal number of entries over k, on the same steps.
+        floor: minimum number of entries over k, on the same steps.
 
-    Cost: n comparisons; a partial sort of n every ``threshold_period`` steps and below the floor; with
-    "auto", if fewer than k entries lie above 84 % of the threshold or more than 4 k above it.
+    Cost: n comparisons; a partial sort of n elements every ``threshold_period`` steps and below the
+    floor.  With "auto", the sort is needed if fewer than k entries lie above 84 % of the threshold, or
+    more than 4 k above it.
     State: ``ReusedState``.
     Differs from the paper: cap, floor and "auto"; steps are 0-based (printed: ``(t - 1) mod tau'``).
 
@@ -85,7 +87,7 @@ class Reused(Selector):
         self.state = ReusedState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect the entries that reach the threshold, on the steps that reuse it."""
+        """Return the key and the limit for collecting entries, on steps that reuse the threshold."""
         known = self._known(step)
         if known is None:
             return None
@@ -106,12 +108,12 @@ class Reused(Selector):
             collected = collected or reaching(accumulated, lowest, 2 * room(k))
             collected = collected or reaching(accumulated, known, room(k))
             return self._within_band(accumulated, k, known, collected, limit)
-        # allow somewhat more entries than the limit, because picking the largest of those is
-        # cheaper than of all n
+        # allow somewhat more entries than the limit, because selecting the largest among those is
+        # cheaper than among all n
         most = None if self.cap is None else max(limit, room(k))
         reached = collected or reaching(accumulated, known, most)
         if reached is None:
-            # Too many entries reach the threshold.  Take the largest and keep the threshold: the cap
+            # Too many entries reach the threshold.  Select the largest and keep the threshold: the cap
             # bounds the volume, and the next exact step renews the threshold.
             return largest(accumulated, limit)
         if self.floor is None or reached.nnz >= min(k, self.floor * k):
@@ -126,9 +128,8 @@ class Reused(Selector):
     def _within_band(
         self, accumulated: Tensor, k: int, known: int, collected: SparseVector | None, limit: int
     ) -> SparseVector:
-        """Return the entries that reach the threshold if about k of them do, and otherwise exactly k."""
-        # this decision is local: the global threshold is exact on every step, so ranks need not
-        # agree
+        """Return the entries that reach the threshold if about k of them do, otherwise exactly k."""
+        # this decision is local: the global threshold is exact on every step, so ranks need not agree
         if collected is not None:
             reached = kernels.find(collected.values, known, None)
             if reached is not None and abs(reached[0].numel() - k) <= _BAND * k:
@@ -138,7 +139,7 @@ class Reused(Selector):
         return self._renew(largest(accumulated, k))
 
     def _renew(self, selected: SparseVector) -> SparseVector:
-        """Take the smallest magnitude of an exact selection as the threshold (line 3)."""
+        """Use the smallest magnitude of an exact selection as the threshold (line 3)."""
         self.state = ReusedState(smallest_key(selected))
         return selected
 

@@ -5,7 +5,7 @@ Jiarui Fang and Cho-Jui Hsieh, `RedSync: Reducing Synchronization Traffic for Di
 Fu and Guangwen Yang, is in the Journal of Parallel and Distributed Computing, 2019.
 
 Every layer contributes the k largest entries of its residual, selected by a method that depends on the
-layer's size.  An allgather delivers all of them to every rank.  Momentum is corrected before the
+layer's size.  An allgather delivers these entries to every rank.  Momentum is corrected before the
 exchange.  The preset "redsync" is RGC; "redsync-quantized" sends only the indices and one mean per layer.
 
 Terms
@@ -77,7 +77,7 @@ A recurrent network, whose gradients are clipped (section 5.5)::
     correction = sparsync.Correction(momentum=0.9, clip=0.25)
     sync = sparsync.attach(ddp_model, optimizer, "redsync", density=0.001, correction=correction)
 
-``attach`` warns if the optimizer has momentum, which would act on delayed entries.  It also reports when
+``attach`` warns if the optimizer has momentum, which would act on delayed entries.  It also reports if
 the dense layers below ``compress_thd`` account for most of a step's bytes.
 
 The selectors alone, on one layer::
@@ -88,8 +88,8 @@ The selectors alone, on one layer::
     for selector in (Trimmed(), BinarySearch(reuse_period=5), OneSigned(Trimmed()), BySize()):
         print(selector.select(layer, k=100, step=0).nnz)
 
-The default size thresholds are the paper's, for 3.5 GB/s.  For another network the cost model computes
-them, under the names of the preset's options::
+The default size thresholds are the paper's, for 3.5 GB/s.  For other networks, the cost model computes
+thresholds under the names of the preset's options::
 
     from sparsync.published.redsync import size_thresholds
 
@@ -99,7 +99,7 @@ them, under the names of the preset's options::
 The table lists the thresholds in KB at D = 0.1 %, for fused layers on a GPU (the defaults of
 ``SelectionTimes``).  The paper uses 128 KB for the first row, and prefers trimming up to 4 MB so that
 messages have a fixed length.  "never" means that a binary search does not pay: it selects up to twice as
-many entries, and their bytes cost more time than the search saves.
+many entries, whose bytes cost more time than the search saves.
 
 =========  ===  ==============  =======  =======
 network    P    compress_thd    thsd1    thsd2
@@ -118,8 +118,8 @@ network    P    compress_thd    thsd1    thsd2
 1 Gbit/s   128  7.06            7.06     never
 =========  ===  ==============  =======  =======
 
-On virtual ranks, by the paper's names or with options after a colon; the selectors of Figure 3; and
-training on real processes, next to dense training::
+On virtual ranks, by the paper's names or with options after a colon; then the selectors of Figure 3, and
+training on real processes, compared with dense training::
 
     sparsync simulate --algorithm RGC,Quantized-RGC --ranks 8 --model-size 100000
     sparsync bench --collectives redsync:thsd1=4096,redsync:reuse_period=1 --ranks 4 --size 9999 --steps 2
@@ -131,13 +131,13 @@ Differs from the paper
 
 * **Algorithm 2** ends when at least k entries reach the threshold.  As printed, it continues while more
   than k do, which contradicts the text.  All candidate thresholds are counted in a single pass, which
-  costs no more than counting one.  Exactly k entries are taken.
+  costs no more than counting one.  Exactly k entries are selected.
 * **Algorithm 3** bisects ratios.  As printed, thresholds are assigned to the bounds of the ratios, and
   the wrong bound moves for counts between k / 2 and k.  If the search reaches epsilon without finding k
-  to 2 k entries (ties, a few huge entries), the k largest are taken.
+  to 2k entries (because of ties or a few huge entries), the k largest are selected.
 * **The reuse counter** belongs to the layer.  Algorithm 5 as printed resets it to 0 in every call, so
-  every call would search.  A reused threshold takes at most 2 k entries (``cap=2.0``), which bounds the
-  messages and saves a round to exchange their lengths.  ``cap=None`` takes any number, as published.
+  every call would search.  A reused threshold selects at most 2k entries (``cap=2.0``), which bounds the
+  messages and saves a round that exchanges their lengths.  ``cap=None`` sets no limit, as published.
 * **There is no exact tier by default** (``thsd1=None``), as in section 5.4.  Algorithm 5 also has exact
   top-k, for layers below ``thsd1``.
 * **The signs never mix** in "redsync-quantized", because the mean of mixed signs would be near zero.  The
@@ -151,14 +151,14 @@ Differs from the paper
 * **Weight decay reaches the residual**.  Algorithm 4 adds it to a gradient that is never used afterwards.
 * **Nesterov momentum** is PyTorch's, ``U = m (U + g); V = V + U + g``, so training at density 1 is
   identical to ``torch.optim.SGD``.  Algorithm 4 adds g to V once more.
-* **Masking skips densely exchanged parameters**, which are never delayed.
+* **Masking skips densely exchanged parameters**, because they are never delayed.
 * **Local gradients are clipped to sqrt(P) times the norm**.  The paper's N^-1/2 applies to gradients
-  that have already been divided by N.  ``clip_norm="previous"`` allows overlap with the backward pass in
-  spite of clipping, which the paper forgoes.
+  that have already been divided by N.  With ``clip_norm="previous"``, clipping allows overlap with the
+  backward pass, which the paper forgoes.
 * **The optimizer applies the average**, with its learning rate.  Line 48 of Algorithm 4 has neither the
   minus sign nor the factor 1 / N.
-* **Every message** has a header besides the paper's length field, so a receiver can detect damaged bytes
-  and ranks with different settings.
+* **Every message** has a header in addition to the paper's length field, so that a receiver can detect
+  damaged bytes and ranks with different settings.
 
 Not here
 --------

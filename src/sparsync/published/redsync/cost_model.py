@@ -66,9 +66,9 @@ class Timing:
         return self.overhead + self.per_byte * nbytes
 
     def beats_from(self, other: Timing) -> float:
-        """Return the size in bytes from which on this is always faster than ``other``.
+        """Return the size in bytes above which this is always faster than ``other``.
 
-        The size is 0 if this is faster at every size, and infinity if at none.
+        The size is 0 if this is faster at every size, and infinity if it is faster at none.
 
         Example:
             >>> Timing(3.0, 1.0).beats_from(Timing(1.0, 2.0))
@@ -84,39 +84,38 @@ class Timing:
 
 @dataclass(frozen=True)
 class SelectionTimes:
-    """Selection times on a layer of float32.
+    """Selection times for a layer of float32.
 
     The defaults are estimates for a GPU, not measurements: 10 microseconds per kernel launched from
     Python, and the algorithms' memory passes at 550 GB/s (3/4 of a P100's bandwidth).  On a CPU, this
-    library's exact selection is the fastest.  To measure your own: ``sparsync bench --selectors``.
+    library's exact selection is the fastest.  To measure your own times: ``sparsync bench --selectors``.
     """
 
     # top-k by magnitude is as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3)
     exact: Timing = Timing(100e-6, 2 / 3.5e9)
-    # Algorithm 2 computes |x|, mean, max and 3 counts, with 2 kernels to compact and 2 for the top
-    # k
+    # Algorithm 2: |x|, mean, max and 3 counts, 2 kernels to compact, and 2 for the top k
     trimmed: Timing = Timing(100e-6, 9 / 550e9)
-    # Algorithm 3 with a search: |x|, mean, max, 8 counts, 2 to compact
+    # Algorithm 3 with a search: |x|, mean, max, 8 counts, 2 kernels to compact
     search: Timing = Timing(130e-6, 14 / 550e9)
-    reuse: Timing = Timing(30e-6, 4 / 550e9)  # with the last threshold: |x|, 2 to compact
+    reuse: Timing = Timing(30e-6, 4 / 550e9)  # with the last threshold: |x|, 2 kernels to compact
     reuse_period: int = 5  # steps per search (section 5.2.2)
-    found: float = 1.5  # entries selected by a search, over k: it stops between 1 and 2
+    found: float = 1.5  # entries that a search selects, over k; it stops between 1 and 2
 
     @property
     def searched(self) -> Timing:
-        """The mean time of Algorithm 3 over a period."""
+        """Mean time of Algorithm 3 over a period."""
         return (self.search + self.reuse.times(self.reuse_period - 1)).times(1 / self.reuse_period)
 
 
 class SizeThresholds(NamedTuple):
-    """Layer sizes in bytes from which a method is used; infinity if it is never used.
+    """Layer sizes in bytes above which a method is used; infinity if it is never used.
 
     The names match Algorithms 4 and 5, the options of the preset "redsync", and ``BySize``.
     """
 
-    compress_thd: float  # dense below (paper: 128 KB)
-    thsd1: float  # exact top-k below, trimmed from this size (paper: as ``compress_thd``)
-    thsd2: float  # binary search with reuse from this size (paper: 4 MB)
+    compress_thd: float  # smaller layers are dense (paper: 128 KB)
+    thsd1: float  # trimmed top-k from this size on, exact top-k below (paper: as ``compress_thd``)
+    thsd2: float  # binary search with reuse from this size on (paper: 4 MB)
 
 
 def equation_1(
@@ -129,7 +128,7 @@ def equation_1(
     unpack: Timing = Timing(),
     words_per_entry: int = QUANTIZED,
 ) -> Timing:
-    """Return ``T_sparse`` of a layer's bytes: the time to select, allgather, and add P messages.
+    """Return ``T_sparse`` for a layer: the time to select, allgather, and add P messages.
 
     alpha is in seconds per message, beta in seconds per byte.  ``select`` depends on the bytes of the
     layer, ``unpack`` (gamma_1) on the bytes of one message.  ``words_per_entry`` is ``QUANTIZED``, as
@@ -171,10 +170,10 @@ def size_thresholds(
 ) -> SizeThresholds:
     """Return the size thresholds for a network, which are constants in Algorithms 4 and 5.
 
-    A selector is used from the size at which it beats the others, including the cost of its longer or
-    shorter messages.  Compression is used from the size at which Equation 1, with that selector, is below
-    Equation 2.  On a slow network the search is never used, because it sends up to twice as many entries
-    as trimmed top-k (section 5.4).
+    A selector is used above the size at which it beats the others, including the cost of its longer or
+    shorter messages.  Compression is used above the size at which Equation 1, with that selector, falls
+    below Equation 2.  On a slow network, the search is never used, because it sends up to twice as many
+    entries as trimmed top-k (section 5.4).
 
     The arguments are those of the equations; use alpha = 0 if layers are fused into shared messages.
     ``resolve("redsync", **size_thresholds(...)._asdict())`` is the preset with these thresholds.

@@ -16,11 +16,11 @@ from sparsync.wire.codec import Codec
 
 __all__ = ["redsync", "redsync_quantized"]
 
-_DENSE_BELOW = 128 * 1024  # bytes; section 5.4: an allreduce of fewer is cheaper than compressing
+_DENSE_BELOW = 128 * 1024  # bytes; section 5.4: below, an allreduce is cheaper than compressing
 _SEARCH_FROM = 4 * 2**20  # bytes; section 5.4
 _FUSION = 4 * 2**20  # bytes of gradient per message; section 5.3 gives no number
 _SEARCHED = (
-    1.5  # times k: average number of entries that a search selects; it stops between 1 and 2
+    1.5  # average number of entries that a search selects, times k; it stops between 1 and 2
 )
 
 
@@ -42,13 +42,13 @@ def redsync(
     thresholds are the paper's, for 3.5 GB/s.
 
     Args:
-        compress_thd: layers of fewer bytes are exchanged dense.
-        thsd1: size in bytes from which selection is trimmed top-k, below it exact (default: no exact
+        compress_thd: layers with fewer bytes are exchanged dense.
+        thsd1: size in bytes from which selection is trimmed top-k; below, it is exact (default: no exact
             tier, as in section 5.4).
         thsd2: size in bytes from which selection is a binary search with reuse.
         reuse_period: number of steps that use a threshold.
-        cap: at most ``cap * k`` entries per rank and group are taken (a search finds up to 2 k); None,
-            as published: any number, at the price of a round to exchange the lengths.
+        cap: a rank sends at most ``cap * k`` entries per group (a search finds up to 2k).  With None, as
+            published, there is no limit, but an extra round exchanges the lengths.
         codec: wire format (default: coo, 32-bit indices and unchanged values).
         fusion_bytes: bytes of gradient per message (Horovod's tensor fusion).
     """
@@ -58,7 +58,7 @@ def redsync(
         "redsync",
         lambda: Layered(lambda: BySize(0, thsd1 or 0, thsd2, reuse_period, cap)),
         lambda: Allgather(codec, cap),
-        # every layer has its own k (Algorithm 4), so that layers do not compete for entries
+        # every layer has its own k (Algorithm 4), so layers do not compete for entries
         shared=False,
         unit_bytes=fusion_bytes,
         compress=lambda _, parameter: parameter.numel() * parameter.element_size() >= compress_thd,
@@ -76,7 +76,7 @@ def redsync_quantized(
     keep_error: bool = True,
     fusion_bytes: int = _FUSION,
 ) -> Algorithm:
-    """Quantised RGC sends entries of one sign per step, in alternation, with one mean for their values.
+    """Quantised RGC: each step sends entries of one sign, in alternation, with one mean for their values.
 
     The output layer is not quantised (section 5.2.3); it is exchanged as in "redsync".
 
@@ -86,7 +86,7 @@ def redsync_quantized(
         thsd2: as in "redsync", but with a new search on every step.
         cap: as in "redsync".
         codec: wire format (default: ``SignMean()``; ``SignMean("packed")`` is shorter).
-        keep_error: keep the rounding error of the mean in the residual; False, as published: discard it.
+        keep_error: keep the rounding error of the mean in the residual; False, as published, discards it.
         fusion_bytes: as in "redsync".
     """
     plain = redsync(
@@ -95,8 +95,8 @@ def redsync_quantized(
     return replace(
         plain,
         name="redsync-quantized",
-        # the reuse period is 1, because the threshold for one sign says nothing about the other
-        # ("can not be used with quantization", section 5.2.3)
+        # no reuse, because the threshold for one sign says nothing about the other sign ("can not be
+        # used with quantization", section 5.2.3)
         make_selector=lambda: Layered(lambda: OneSigned(BySize(0, thsd1 or 0, thsd2, 1, cap))),
         make_collective=lambda: Allgather(codec or SignMean(), cap, keep_error=keep_error),
         output=plain,

@@ -1,4 +1,4 @@
-"""RedSync's selectors: trimmed top-k, binary search of a threshold, one-signed, by size, by layer.
+"""RedSync's selectors: trimmed top-k, binary search for a threshold, one-signed, by size, by layer.
 
 Reference for all of them: Fang et al., `RedSync <https://arxiv.org/abs/1808.04357>`_, 2018.
 """
@@ -32,8 +32,7 @@ __all__ = [
     "mean_and_max",
 ]
 
-# the elements of a pass: their magnitudes stay in a CPU's cache, which is three times as fast as a
-# full copy
+# elements per pass: their magnitudes stay in a CPU's cache, which is three times as fast as a full copy
 _BLOCK = 1 << 18
 
 
@@ -41,13 +40,13 @@ _BLOCK = 1 << 18
 class Trimmed(Selector):
     """Selects exactly ``min(k, nnz)`` entries, as ``Exact`` does; ties go to the lower index.
 
-    The threshold is ``mean + ratio (max - mean)`` of the magnitudes, with the first ``ratio`` of 1 - eps,
-    1 - 2 eps, ..., 0 (Alg. 2: eps 0.2) for which at least k entries reach it.  The k largest of those are
-    taken.  If fewer than k entries reach the mean, or NaN or Inf make it undefined, the k largest of all
-    n are taken.
+    The threshold is ``mean + ratio (max - mean)`` of the magnitudes.  The ratio is the first of 1 - eps,
+    1 - 2 eps, ..., 0 (Alg. 2: eps 0.2) for which at least k entries reach the threshold; the k largest of
+    those are selected.  If fewer than k entries reach the mean, or NaN or Inf make it undefined, the k
+    largest of all n are selected.
 
     Cost: mean and maximum of n elements, one pass that counts for all thresholds, one that collects, and
-    a selection among the survivors.   State: none.
+    a selection among the collected entries.   State: none.
     Differs from the paper: the loop ends when at least k entries reach the threshold (as printed, it
     continues while more than k exceed it, which contradicts the text); all thresholds are counted in one
     pass; the walk ends at the mean.
@@ -67,51 +66,51 @@ class Trimmed(Selector):
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
-        """Return the k largest."""
+        """Return the k largest entries."""
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
         mean, peak = mean_and_max(accumulated)
-        # The paper's walk counts once per threshold it tries.  One pass over n elements costs about the
-        # same for all thresholds as for one, so all are counted at once and the walk uses the counts.
+        # The paper's walk counts once per threshold that it tries.  One pass over n elements costs about
+        # the same for all thresholds as for one, so count all at once and let the walk use the counts.
         ratios = [max(1 - i * self.eps, 0.0) for i in range(math.ceil(1 / self.eps), 0, -1)]
         keys = [_key_at(ratio, mean, peak, accumulated.dtype) for ratio in ratios]
         counts = kernels.count_from(accumulated, torch.tensor(keys, device=accumulated.device))
         enough = [(key, n) for key, n in zip(keys, counts.tolist(), strict=True) if n >= k]
-        # keys ascend and the walk descends, so the walk stops at the last of these keys
+        # keys ascend and the walk descends, so it stops at the last of these keys
         survivors = reaching(accumulated, *enough[-1]) if enough else None
         return largest(accumulated, k) if survivors is None else survivors.top(k)
 
 
 @dataclass(frozen=True)
 class BinarySearchState:
-    """State carried from step to step."""
+    """The state carried from step to step."""
 
-    threshold_key: int | None = None  # found by the last search; None if all was zero
-    served: int = 0  # calls that used this threshold, including the search itself
+    threshold_key: int | None = None  # found by the last search; None if all elements were zero
+    served: int = 0  # number of calls that used this threshold, including the search itself
 
 
 @final
 class BinarySearch(Selector):
-    """Selects the entries that reach a threshold, bisected until k to 2k entries reach it.
+    """Selects the entries that reach a threshold, which is bisected until k to 2k entries reach it.
 
     The threshold is ``mean + ratio (max - mean)`` of the magnitudes; the ratio is bisected in [0, 1].
     **A search returns k to 2k entries, or all nonzero entries if there are fewer than k.**  If the
-    bracket shrinks to ``eps`` without finding a threshold (ties, a few huge entries), the k largest are
-    taken.
+    bracket shrinks to ``eps`` without finding a threshold (because of ties or a few huge entries), the k
+    largest are selected.
 
-    With ``reuse_period`` p (section 5.2.2: 5) the threshold is also used for the next p - 1 calls (the
-    paper's "sampled threshold binary search").  Any number of entries may reach it then; the
-    largest ``cap * k`` are taken (all of them with None, as published).  If no entry reaches it, a
+    With ``reuse_period`` p (section 5.2.2: 5), the threshold is also used for the next p - 1 calls (the
+    paper's "sampled threshold binary search").  In these calls, any number of entries may reach it; the
+    largest ``cap * k`` are selected (all of them with None, as published).  If no entry reaches it, a
     new search begins.
 
     Args:
         eps: width of the bracket of ratios at which a search gives up (the paper names no value;
             0.001 means at most 10 trials).
-        reuse_period: calls per search.
-        cap: maximal number of entries over k, on calls that reuse a threshold.
+        reuse_period: number of calls per search.
+        cap: maximum number of entries over k, in calls that reuse a threshold.
 
     Cost: mean and maximum of n elements, and at most n comparisons in each of ``ceil(log2(1 / eps))``
-    trials; a call that reuses: n comparisons.   State: ``BinarySearchState``.
+    trials; n comparisons in a call that reuses a threshold.   State: ``BinarySearchState``.
     Differs from the paper: the bounds are ratios (as printed, they are assigned thresholds); fewer than k
     entries lower the upper bound (as printed, fewer than k / 2, so that between k / 2 and k the search
     moves away from the goal); k and 2k entries are accepted (as printed, only numbers between them);
@@ -160,7 +159,7 @@ class BinarySearch(Selector):
     def _search(self, accumulated: Tensor, k: int) -> tuple[int | None, SparseVector]:
         """Return the threshold, or None if all elements are zero, and the entries that reach it."""
         mean, peak = mean_and_max(accumulated)
-        # the invariant is that more than 2k entries reach ``low``, and fewer than k reach ``high``
+        # invariant: more than 2k entries reach ``low``, and fewer than k reach ``high``
         low, high = 0.0, 1.0
         while high - low > self.eps:
             ratio = (low + high) / 2
@@ -172,8 +171,7 @@ class BinarySearch(Selector):
                 high = ratio
             else:
                 return key, reached
-        # ties, a constant, or a few entries that dwarf the rest: no ratio in [0, 1] yields k to 2k
-        # entries
+        # ties, a constant, or a few entries that dwarf the rest: no ratio in [0, 1] gives k to 2k entries
         selected = largest(accumulated, k)
         return smallest_key(selected), selected
 
@@ -195,15 +193,15 @@ class BySize(Selector):
 
     Args:
         compress_thd: bytes (Algorithm 4; section 5.4: 128 KB at 3.5 GB/s).
-        thsd1: bytes (Algorithm 5); None means ``compress_thd``, without an exact tier (section
+        thsd1: bytes (Algorithm 5); None means ``compress_thd``, i.e. no exact tier (section
             5.4).
         thsd2: bytes (Algorithm 5; section 5.4: 4 MB).
         reuse_period: passed to ``BinarySearch`` (section 5.4: 5).
         cap: passed to ``BinarySearch``; None is as published.
 
-    Cost: the method's.   State: the search's; the other methods have none.
-    Differs from the paper: the reuse counter survives between calls (Algorithm 5, line 2, resets it to 0
-    and therefore searches in every call).
+    Cost: that of the method.   State: that of the search; the other methods have none.
+    Differs from the paper: the reuse counter survives between calls (Algorithm 5, line 2, resets it to 0,
+    so every call searches).
 
     Example:
         >>> policy = BySize()
@@ -236,7 +234,7 @@ class BySize(Selector):
 
     @property
     def state(self) -> Any:
-        """The state of the binary search: no other method has one."""
+        """The state of the binary search; the other methods have none."""
         return self._search.state
 
     @state.setter
@@ -264,7 +262,7 @@ class BySize(Selector):
 
 @dataclass(frozen=True)
 class OneSignedState:
-    """The turn, and the state of the wrapped selector."""
+    """The sign of the next call, and the state of the wrapped selector."""
 
     bottom: bool  # the next call selects among the negative entries
     selector: Any
@@ -274,14 +272,14 @@ class OneSignedState:
 class OneSigned(Selector):
     """Wraps a selector, and shows it only positive or only negative entries, in alternate calls.
 
-    One mean can then stand for all values of a message.  Entries of the other sign look like zeros to the
+    One mean can then represent all values of a message.  Entries of the other sign look like zeros to the
     selector and stay in the residual.  If fewer than k entries have the right sign, fewer are selected.
-    NaN and Inf are selected on every call, whatever their sign.
+    NaN and Inf are selected in every call, whatever their sign.
 
-    Cost: a copy of n elements, plus the selector's cost.   State: ``OneSignedState``.
+    Cost: a copy of n elements, plus the cost of the selector.   State: ``OneSignedState``.
     Differs from the paper: the signs never mix, whereas its "smallest k elements" include positive ones
     if fewer than k are negative.  The sign alternates per call, with a separate selector for each layer
-    (Algorithm 5, line 3, sets its flag in every call, so it would never alternate).
+    (Algorithm 5, line 3, sets its flag in every call, so the sign would never alternate).
 
     Example:
         >>> selector, accumulated = OneSigned(Exact()), torch.tensor([1.0, -4.0, 0.0, 2.0])
@@ -301,7 +299,7 @@ class OneSigned(Selector):
 
     @property
     def state(self) -> OneSignedState:
-        """The turn, and the state of the wrapped selector."""
+        """The sign of the next call, and the state of the wrapped selector."""
         return OneSignedState(self._bottom, self.selector.state)
 
     @state.setter
@@ -322,15 +320,15 @@ class OneSigned(Selector):
         return OneSigned(self.selector.for_layers(sizes))
 
     def method(self, size_bytes: int) -> str:
-        """Return the wrapped selector's method."""
+        """Return the method of the wrapped selector."""
         return self.selector.method(size_bytes)
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> Vector:
-        """Return the selector's choice among the entries of this call's sign."""
+        """Return the selector's choice among the entries with the sign of this call."""
         other = accumulated > 0 if self._bottom else accumulated < 0
-        # NaN and Inf are never masked: selecting them on every step makes all ranks refuse the step
+        # never mask NaN and Inf: if they are selected on every step, all ranks refuse the step
         one_signed = accumulated.masked_fill(other & accumulated.isfinite(), 0)
         self._bottom = not self._bottom
         return self.selector.select(one_signed, k, step)
@@ -373,7 +371,7 @@ class Layered(Selector):
         return Layered(self.make_selector, sizes)
 
     def method(self, size_bytes: int) -> str:
-        """Return the method of a layer's selector; the layers' selectors are alike."""
+        """Return the method of the layers' selectors, which are all alike."""
         return self._layers[0].method(size_bytes)
 
     def select(
@@ -430,7 +428,7 @@ def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
 
 def _key_at(ratio: float, mean: float, peak: float, dtype: torch.dtype) -> int:
     """Return the threshold ``mean + ratio (peak - mean)`` as a magnitude key of ``dtype``."""
-    # an integer key makes kernels compare alike on every device; it is computed on the CPU to avoid
-    # waiting for a GPU
+    # with an integer key, kernels compare alike on every device; compute it on the CPU, so that nothing
+    # waits for a GPU
     threshold = torch.tensor([mean + ratio * (peak - mean)], dtype=dtype, device="cpu")
     return int(kernels.magnitude_keys(threshold))

@@ -1,4 +1,4 @@
-"""Sign-mean (RedSync's quantisation): a message has indices, and one mean per layer for all values."""
+"""Sign-mean (RedSync's quantisation): a message has indices, and per layer one mean for all values."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class SignMean(Codec[SparseVector]):
     or Inf makes its whole layer NaN or Inf.
 
     Args:
-        indices: "coo", as published, one word each; "packed", Elias-Fano as in ``Packed``.
+        indices: "coo": one word each, as published; "packed": Elias-Fano, as in ``Packed``.
         layers: elements per layer, for 1 to 65535 layers (``for_layers`` sets them); None means one
             layer.
 
-    Cost: 16 bytes, plus 8 per layer, plus 4 nnz bytes of indices, or as ``Packed``.   State: none.
+    Cost: 16 bytes, 8 bytes per layer, and the indices: 4 nnz bytes, or as in ``Packed``.   State: none.
     Differs from the paper: fused layers share a message; packed indices; the caller may keep the rounding
-    error (the paper drops it).
+    error, which the paper drops.
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 1.0, 3.0, 0.0]))
@@ -82,13 +82,13 @@ class SignMean(Codec[SparseVector]):
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
         """Encode a vector; ``decoded`` has the same indices, and one value for all entries of a layer."""
-        # signs need no bits: after ``OneSigned`` all values of a layer have the sign of their mean
+        # signs need no bits: after ``OneSigned``, all values of a layer have the sign of their mean
         # (5.2.3)
         start, indices, size = self.start(vector), vector.indices, vector.size
         counts = self._counts(indices, size)
         means = _means(vector.values, counts)
-        # a count per layer, as in the paper's message (section 5.3: "an initial element, which indicates
-        # the length"), because the layers of a fused group are concatenated
+        # one count per layer, as in the paper's message (section 5.3: "an initial element, which
+        # indicates the length"), because the layers of a fused group are concatenated
         table = torch.stack([counts.to(torch.int32), means.view(torch.int32)], 1).flatten()
         packed = self.indices == "packed"
         raw = packing.pack_indices(indices.contiguous(), size) if packed else pack_words(indices)
@@ -96,7 +96,7 @@ class SignMean(Codec[SparseVector]):
         return Encoded(self.message(start, table, raw), decoded)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode a message, and check every bit except the means of layers that have entries."""
+        """Decode a message; check every bit except the means of layers that have entries."""
         header, body = self.body(payload, size)
         if header.detail != self.detail:
             raise WireFormatError(
@@ -110,8 +110,8 @@ class SignMean(Codec[SparseVector]):
             indices = packing.unpack_indices(body[middle:], header.entries, size)
         else:
             indices = unpack_words(body[middle:], size)
-        # The counts are redundant, because the indices determine the layers.  A mismatch reveals ranks
-        # that fuse different layers, whose means would be spread over the wrong entries.
+        # The counts are redundant, because the indices determine the layers.  A mismatch reveals that
+        # ranks fuse different layers, whose means would be spread over the wrong entries.
         found = self._counts(indices, size)
         if not torch.equal(found, counts):
             at = int((found != counts).nonzero()[0])
@@ -120,7 +120,7 @@ class SignMean(Codec[SparseVector]):
                 f"{int(found[at])} of its indices lie there; do all ranks fuse the same layers?"
             )
         if bool(means.view(torch.int32)[counts == 0].any()):
-            # every vector has exactly one encoding, so meaningless bytes are refused
+            # every vector has exactly one encoding, so refuse bytes without a meaning
             raise WireFormatError("a message has a mean for a layer without entries; it is corrupt")
         return _spread(indices, means, counts, header.dtype, size)
 
@@ -135,7 +135,7 @@ class SignMean(Codec[SparseVector]):
         )
 
     def _counts(self, indices: Tensor, size: int) -> Tensor:
-        """Return the number of the ascending indices in each layer."""
+        """Return, for each layer, how many of the ascending indices lie in it."""
         cuts = [0, *accumulate((size,) if self.layers is None else self.layers)]
         if cuts[-1] != size:
             raise ConfigurationError(
@@ -160,6 +160,6 @@ def _means(values: Tensor, counts: Tensor) -> Tensor:
 def _spread(
     indices: Tensor, means: Tensor, counts: Tensor, dtype: torch.dtype, size: int
 ) -> SparseVector:
-    """Give every entry of a layer the layer's mean."""
+    """Return a vector in which every entry of a layer has the layer's mean."""
     values = means.to(dtype).repeat_interleave(counts, output_size=indices.numel())
     return SparseVector(indices, values, size)

@@ -5,9 +5,9 @@ High-Performance Sparse Communication for Machine Learning <https://arxiv.org/ab
 2019.
 
 The number of entries in a sum of sparse vectors is not known in advance.  SparCML therefore has three
-collectives: one for small results, one for large results, and one for results that become dense in
-flight.  They are lossless and reduce with any associative operation.  The preset "sparcml" is the
-paper's training algorithm, which adds top-k selection and quantisation.
+collectives: for small results, for large results, and for results that become dense in flight.  They are
+lossless and reduce with any associative operation.  The preset "sparcml" is the paper's training
+algorithm, which adds top-k selection and quantisation.
 
 Terms
 -----
@@ -64,25 +64,25 @@ Another operation::
 
     largest = sparsync.allreduce(vector, sparsync.connect(), algorithm="dynamic", op="max").total
 
-Algorithm 1 with DDP and SGD.  It applies the *sum* of the gradients, so divide a learning rate that was
-tuned for means by P::
+Algorithm 1 with DDP and SGD.  It applies the *sum* of the gradients, so if a learning rate was tuned for
+means, divide it by P::
 
     sync = sparsync.attach(ddp_model, optimizer, "sparcml", density=16 / 512)
 
-With the settings of an experiment of section 8::
+With the settings of an experiment in section 8::
 
     from sparsync.published.sparcml import SPARCML_SETTINGS
 
     sync = sparsync.attach(ddp_model, optimizer, **SPARCML_SETTINGS["cifar-10"])
 
-Section 6, with the dense half of DSAR in 2 bits and buckets of 512 entries::
+Section 6, with 2 bits and buckets of 512 entries in the dense half of DSAR::
 
     algorithm = sparsync.presets.resolve(
         "sparcml", quantize="reduced", bits=2, quantization_block=512
     )
     sync = sparsync.attach(ddp_model, optimizer, algorithm, density=16 / 512)
 
-On virtual ranks.  Both the paper's names (in upper or lower case) and this library's work, and options
+On virtual ranks.  Names from the paper (in upper or lower case) and from this library both work; options
 follow a colon::
 
     sparsync bench --collectives SSAR_Recursive_double,SSAR_Split_allgather,DSAR_Split_allgather --ranks 8
@@ -102,11 +102,11 @@ Differs from the paper
 * **Partial results of recursive doubling may turn dense** in flight.  The paper does this only in DSAR.
 * **The switch to dense compares the bytes of the two codecs**, whatever they are.  For COO this gives
   the paper's delta, ``N i / (c + i)``.
-* **Regions stay sparse where that is shorter** in ``Dynamic``; each region decides for itself.  With
-  ``always_dense=True`` (the preset "dynamic") all regions are dense, as published.  Ok-Topk calls the
-  former "TopkDSA".
-* **At most ``cap * k`` entries per rank are taken** (``cap`` is 1.0 by default) if entries are selected.
-  ``cap=None`` takes any number, as published.
+* **Regions stay sparse where that is shorter** in ``Dynamic``; each region decides for itself, as in the
+  variant that Ok-Topk calls "TopkDSA".  With ``always_dense=True`` (the preset "dynamic"), all regions
+  are dense, as published.
+* **A rank sends at most ``cap * k`` entries** (``cap`` is 1.0 by default) if entries are selected.
+  ``cap=None`` sets no limit, as published.
 * **The size of the result is learned** ("sparcml-auto") from the last total, which ``allreduce`` stores
   with the communicator.  The user gives no hint.
 * **Neutral elements are never sent**: a missing element stands for the operation's neutral element.
@@ -116,8 +116,8 @@ Differs from the paper
   largest magnitude of a block ("max"), as in QSGD's experiments; ``scale="l2"`` is the scale of QSGD's
   analysis.  The paper does not say which one it uses.
 * **The quantisation error** is discarded, as published, and reported (``stats()["lost_norm"]``): by the
-  sender for selected values, by the region's owner for a reduced sum.  With ``keep_error=True`` that
-  rank's residual keeps the error, and decoded values are shrunk so it cannot explode.
+  sender for selected values, by the region's owner for a reduced sum.  With ``keep_error=True``, that
+  rank's residual keeps the error, and decoded values are shrunk so that it cannot explode.
 * **The residual holds gradients**, not gradients times the learning rate.
 * **MPI-OPT** has an intercept, which is not penalised.  Asynchronous steps have a fixed delay, which
   makes runs reproducible.  SCD specifies how a rank obtains the derivatives at other ranks' rows; the
@@ -133,7 +133,7 @@ Not here
 * ResNet-110 on CIFAR-10, LSTMs on ATIS and Hansards, wide ResNets on ImageNet:
   ``sparsync_papers.models`` and ``sparsync_papers.workloads``.  The speech model of section 8.4 is not
   public.
-* URL and Webspam data: ``sparsync linear --data`` reads files in LIBSVM's format.  Without a file it
+* URL and Webspam data: ``sparsync linear --data`` reads files in LIBSVM format.  Without a file, it
   builds a data set of trigrams from Python's own sources (``docs/linear.md``).
 * CNTK, and the comparison with Apache Spark.
 

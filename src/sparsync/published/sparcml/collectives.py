@@ -46,14 +46,14 @@ class RecursiveDoubling(StreamCollective):
     """SSAR_Recursive_double: the fewest rounds, for small results.
 
     In round t, ranks 2^(t-1) apart exchange everything that they have reduced.  If P is not a power of
-    two, ``P - 2^m`` ranks first hand their vectors to the rank below, and get the result at the end.  A
-    group that holds the same partial result is therefore always a run of consecutive ranks, and each
-    merge is (lower ranks) op (higher ranks): partners compute the same bits, and operations need not
-    commute.  A partial result that may exceed the codec's limit turns dense in flight.
+    two, ``P - 2^m`` ranks first hand their vectors to the rank below, and get the result at the end.  So
+    a group with the same partial result is always a run of consecutive ranks, and each merge is (lower
+    ranks) op (higher ranks).  Hence partners compute the same bits, and operations need not commute.  A
+    partial result that may exceed the codec's limit turns dense in flight.
 
     Args:
-        codec: wire format; the lowest rank that holds a partial result keeps its rounding error
-            (default: coo; dense where that is shorter).
+        codec: wire format; the lowest rank with a partial result keeps its rounding error (default:
+            coo; dense where that is shorter).
         op: as for ``StreamCollective``.
         cap: as for ``StreamCollective``.
 
@@ -61,7 +61,7 @@ class RecursiveDoubling(StreamCollective):
     ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``, for supports
     from all equal to all disjoint.   State: none.
     Differs from the paper: reproducible (merges follow rank order); any P, as sketched in its appendix
-    A; the switch to dense, which the paper makes only in DSAR.
+    A; partial results may turn dense, which the paper does only in DSAR.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -78,7 +78,7 @@ class RecursiveDoubling(StreamCollective):
     order = "tree"
 
     def cost(self, job: Job) -> Cost:
-        """Return ``log2 P`` messages, from k entries each to twice as many in every round (5.3.1).
+        """Return ``log2 P`` messages: k entries, then up to twice as many in each round (5.3.1).
 
         If P is not a power of two, one more message has the whole result.  Messages are dense if that is
         shorter.
@@ -104,13 +104,13 @@ class RecursiveDoubling(StreamCollective):
         return self.cost(disjoint).words if self.cap == 1 else None
 
     async def total(self, call: Call) -> Vector:
-        """Fold the extra ranks (1, 3, 5, ...) into their hosts, double, hand the result back.
+        """Fold the extra ranks (1, 3, 5, ...) into their hosts, double, and hand the result back.
 
-        Position p of the ``core = 2^m`` positions that double stands for the ranks ``[first_rank(p),
-        first_rank(p + 1))``: a single rank, or a host and its extra rank.
+        ``core = 2^m`` positions take part in the doubling.  Position p stands for the ranks
+        ``[first_rank(p), first_rank(p + 1))``: a single rank, or a host and its extra rank.
         """
-        # Folding pairs of neighbours, rather than the last P - 2^m ranks onto the first ones, keeps
-        # groups runs of consecutive ranks.  Otherwise "lower op higher" would not be the same order for
+        # Fold pairs of neighbours, rather than the last P - 2^m ranks into the first ones: groups then
+        # stay runs of consecutive ranks.  Otherwise "lower op higher" would not be the same order for
         # all partners.
         comm = call.comm
         core = 1 << comm.world_size.bit_length() - 1
@@ -136,8 +136,8 @@ class RecursiveDoubling(StreamCollective):
             partner_first = first ^ span
             partner, lowest = first_rank(position ^ span), first_rank(first)
             # All ranks of the group encode the same partial result with the same random numbers, so all
-            # continue with the same decoded bits.  Only one of them keeps the rounding error, which would
-            # otherwise count once per rank.
+            # continue with the same decoded bits.  Only one of them keeps the rounding error, which
+            # would otherwise count once per rank.
             encoded = call.encode(mine, span, source=lowest, keep=comm.rank == lowest)
             ranks = first_rank(partner_first + span) - first_rank(partner_first)
             capacity = call.capacity(ranks, call.size)
@@ -149,7 +149,7 @@ class RecursiveDoubling(StreamCollective):
             else:
                 mine = call.combine(theirs, encoded.decoded)
             span *= 2
-        # Extra ranks get the result through the codec.  With a lossy codec all ranks must continue with
+        # Extra ranks get the result through the codec.  With a lossy codec, all ranks must continue with
         # the rounded result, or replicas would differ.
         if extra and (paired or not call.exact):
             encoded = call.encode(mine, comm.world_size, source=0, keep=comm.rank == 0)
@@ -164,28 +164,28 @@ class RecursiveDoubling(StreamCollective):
 
 @final
 class Dynamic(StreamCollective):
-    """DSAR_Split_allgather halves the volume of large results that may become dense.
+    """DSAR_Split_allgather: half the volume for large results that may become dense.
 
     Every rank sends the entries of each of P even regions to the region's owner, who folds them; an
-    allgather follows.  A region is sent sparse as long as its reduced entries are within the codec's
-    limit, otherwise dense; its header says which.  The total is dense if any region was.
+    allgather follows.  A region is sent sparse if its reduced entries are within the codec's limit,
+    otherwise dense; its header says which.  The total is dense if any region was.
 
     Args:
         codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  Default: coo; dense
             where that is shorter.
         op: as for ``StreamCollective``.
         cap: as for ``StreamCollective``.
-        always_dense: regions are sent dense, however few their entries (as published).
-        local: codec of the messages to owners, which also rounds the rank's own share (Q in SparCML's
+        always_dense: regions are sent dense, however few entries they have (as published).
+        local: codec for the messages to owners, which also rounds the rank's own share (Q in SparCML's
             Algorithm 1).  Default: ``codec``.
-        keep_error: the sender keeps the rounding errors of its entries, and a region's owner those
+        keep_error: the sender keeps the rounding errors of its entries, and a region's owner keeps those
             of its sums; if False, both are lost, as published.
     Cost: P - 1 + ceil(log2 P) messages.  Dense:
     ``L2 + (P - 1) / P N beta_d <= T <= L2 + k beta_s + (P - 1) / P N beta_d`` with
     ``L2 = (P - 1) alpha + log2(P) alpha``; sparse, received:
-    ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``, for supports from equal and evenly spread to
-    disjoint and each within one region (section 5.3.2).  The allgather, by dissemination, sends a region
-    that is much larger than the others up to ceil(log2 P) times.
+    ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``, from supports that are equal and evenly
+    spread to supports that are disjoint and each within one region (section 5.3.2).  The allgather, by
+    dissemination, sends a region that is much larger than the others up to ceil(log2 P) times.
     State: none.
     Differs from the paper: regions stay sparse where that is shorter (as in Ok-Topk's TopkDSA); left
     folds in rank order, not in the order of arrival; any P.  A single rank sends nothing, and its total
@@ -234,7 +234,7 @@ class Dynamic(StreamCollective):
             >>> split_allgather().cost(Job(10**6, 1000, 8, result=1000)).words  # 4 k (P - 1) / P
             3528.0
         """
-        # these are T_split and T_sparse_ag of section 5.3.2, or the dense allgather of 5.3.3
+        # T_split and T_sparse_ag of section 5.3.2, or the dense allgather of 5.3.3
         peers, ranks = job.world_size - 1, job.world_size
         piece = HEADER_BYTES + ENTRY_BYTES * job.k / ranks
         if self.local is not None:
@@ -255,7 +255,7 @@ class Dynamic(StreamCollective):
         )
 
     async def total(self, call: Call) -> Vector:
-        """Split, fold, choose sparse or dense, allgather."""
+        """Split, fold, choose sparse or dense, then allgather."""
         boundaries = even_boundaries(call.size, call.comm.world_size)
         region = await self._split_and_fold(call, boundaries)
         region = call.densify(region) if self.always_dense else call.settle(region)
@@ -275,11 +275,11 @@ class Dynamic(StreamCollective):
             payloads, own = self._rounded(call, mine.split(boundaries), boundaries)
         width = max(
             map(sub, boundaries[1:], boundaries)
-        )  # not only of the other regions, so it is equal on all ranks
+        )  # over all regions, also this rank's own, so that it is equal on all ranks
         most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
         capacities, framing = [most] * comm.world_size, MessageFraming(codec)
-        # The number of entries per region is unknown, so the capacity assumes that all k are in one.
-        # Padding every message to it would send P times the bytes.
+        # The number of entries per region is unknown, so the capacity assumes that all k are in one
+        # region.  Padding every message to this capacity would send P times the bytes.
         if comm.pads:
             messages = await Communicator.alltoallv(comm, payloads, capacities, "split", framing)
         else:
@@ -292,12 +292,12 @@ class Dynamic(StreamCollective):
     def _rounded(
         self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return a message per region, and this rank's own, which is rounded only if the others' are."""
+        """Return a message per region, and this rank's own piece, rounded only with ``local``."""
         codec = self.local or call.codec
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
             if dest == call.comm.rank and self.local is None:
-                # the own share is not sent and needs no rounding, except in Algorithm 1
+                # this rank's share is not sent and needs no rounding, except in Algorithm 1
                 payloads.append(torch.empty(0, dtype=torch.uint8))
                 continue
             encoded = call.encode(piece, dest, start=start, codec=codec)
@@ -310,7 +310,7 @@ class Dynamic(StreamCollective):
 def split_allgather(
     codec: StreamCodec | None = None, *, op: str | Reduction = "sum", cap: float | None = 1.0
 ) -> Dynamic:
-    """SSAR_Split_allgather suits large results; its regions stay sparse, however many entries they have.
+    """SSAR_Split_allgather, for large results: regions stay sparse, however many entries they have.
 
     Args:
         codec: wire format; only its sparse part is used.
@@ -329,21 +329,21 @@ def split_allgather(
 class Ring(StreamCollective):
     """Passes partial sums of P even regions around a ring, then the sums (SparCML's ring baselines).
 
-    Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r, so P alone determines the
-    order of its operands.
+    Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r.  So the order of its
+    operands depends only on P.
 
     Args:
         codec: wire format; the rank that rounds keeps the error (default: coo; dense where that is
             shorter).
         op: as for ``StreamCollective``; it must commute.
-        cap: at most ``cap * k`` entries per rank are taken; the dense ring ignores it and takes all.
+        cap: a rank sends at most ``cap * k`` entries; the dense ring ignores the cap and sends all.
         dense: regions are dense from the start (the dense baseline).
 
     Cost: 2 (P - 1) messages; dense 2 (P - 1) / P N beta_d, sparse
     ``[2 (P - 1) / P k, (P - 1) k + k (P - 1) / 2] beta_s`` for evenly spread supports, from all equal to
     all disjoint.   State: none.
-    Differs from the paper: the paper only names its ring baselines; this ring may turn a partial sum
-    dense in flight.
+    Differs from the paper: this ring may turn a partial sum dense in flight; the paper only names its
+    ring baselines.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -379,7 +379,7 @@ class Ring(StreamCollective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 (P - 1)`` messages to the next rank: partial sums of regions, then sums.
 
-        Dense: ``2 n (P - 1) / P`` words (section 8.1).  Otherwise a block is dense if that is shorter.
+        Dense: ``2 n (P - 1) / P`` words (section 8.1).  Otherwise, a block is dense if that is shorter.
 
         Example:
             >>> Ring(dense=True).cost(Job(8_000, 8_000, 8)).words  # 14 blocks of 1000 words, headers
@@ -399,7 +399,7 @@ class Ring(StreamCollective):
         return self.cost(job).words if self.dense else None
 
     async def total(self, call: Call) -> Vector:
-        """Reduce-scatter, with the arriving partial sum as the left operand, and then allgather."""
+        """Reduce-scatter, with the arriving partial sum as the left operand, then allgather."""
         comm = call.comm
         boundaries = even_boundaries(call.size, comm.world_size)
         pieces: list[Vector]
@@ -427,7 +427,7 @@ class Ring(StreamCollective):
 
 @dataclass(frozen=True)
 class SparcmlAutoState:
-    """The entries of the last total, and the first call's maximum per rank; None before that call."""
+    """Entries of the last total, and the first call's maximum per rank; None before the first call."""
 
     entries: int | None = None
     most: float | None = None
@@ -438,16 +438,17 @@ class SparcmlAuto(Collective):
     """Chooses recursive doubling for small results, split and allgather for large, dynamic for dense.
 
     SparCML asks the user for "some rough idea" of the result's size K (section 5.3).  This collective
-    learns K from the last total, whose entries all ranks know.  The first call uses the expectation of
-    appendix B for uniformly random supports.  Rounds are weighed against bytes as on gigabit Ethernet.
+    learns K from the last total, whose number of entries all ranks know.  For the first call, it uses the
+    expectation of appendix B for uniformly random supports.  It weighs rounds against bytes as on gigabit
+    Ethernet.
 
     Args:
         codec: wire format of all three; its limit decides when a result counts as dense.
         op: the operation.
-        cap: at most ``cap * k`` entries per rank are taken; None takes all.
+        cap: a rank sends at most ``cap * k`` entries; None sends all.
 
-    Cost: the lowest estimate of the three; with ``cap=None`` the first call takes one more allreduce, of
-    one integer, unless ``expect`` was called, as ``sparsync.allreduce`` does.
+    Cost: the lowest estimate of the three.  With ``cap=None``, the first call takes one more allreduce,
+    of one integer, unless ``expect`` was called before, as ``sparsync.allreduce`` does.
     State: entries of the last total, and the maximum per rank.
     Differs from the paper: the paper leaves the choice to the user.
 
@@ -478,13 +479,13 @@ class SparcmlAuto(Collective):
         self._dynamic = Dynamic(self.codec, op=op, cap=cap)
 
     def expect(self, entries: int, total: int | None) -> None:
-        """Start from the entries of an earlier total."""
+        """Start with the number of entries of an earlier total."""
         self.state = SparcmlAutoState(total, entries)
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Choose, then reduce."""
-        # The choice depends only on numbers that all ranks share: n, P, the maximum of entries per rank,
-        # and the entries of the last total.  Ranks that chose differently would deadlock.
+        # The choice depends only on numbers that all ranks share: n, P, the maximum number of entries per
+        # rank, and the entries of the last total.  Ranks that chose differently would deadlock.
         size, dtype, most = selected.size, selected.values.dtype, self.state.most
         if self.cap is not None:
             most = min(self.cap * k, size)
@@ -492,8 +493,8 @@ class SparcmlAuto(Collective):
             most = float(await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max"))
         chosen = self.choose(Job(size, most, comm.world_size, result=self.state.entries), dtype)
         reduced = await chosen.reduce(comm, selected, k, step)
-        # nonzero entries of dense totals count as well, or one dense total would make all later
-        # ones dense
+        # count only the nonzero entries of dense totals, or one dense total would make all later ones
+        # dense
         entries = entries_of(reduced.total, self._doubling.operation)
         self.state = SparcmlAutoState(entries, most)
         return reduced
@@ -511,7 +512,7 @@ class SparcmlAuto(Collective):
         if limit is not None and job.summed > limit:
             return self._dynamic
         # There is no fixed threshold.  Doubling wins if messages are few and short, but also if supports
-        # hardly overlap, because it then moves (P - 1) k entries and splitting moves P k.
+        # hardly overlap, because it then moves (P - 1) k entries, whereas splitting moves P k.
         doubling, split = self._doubling, self._split
         seconds = [one.cost(job).seconds(_ALPHA, _BETA) for one in (doubling, split)]
         return doubling if seconds[0] <= seconds[1] else split

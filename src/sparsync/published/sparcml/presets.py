@@ -31,7 +31,7 @@ EXCHANGES: Final = (
 """The lossless presets, which can train linear models (MPI-OPT)."""
 
 DECIDED: Final = ("cap", "codec", "keep_error", "local", "op")
-"""Their options that the solvers of linear models set: messages are exact, and summed."""
+"""Options that the solvers of linear models set themselves: messages are exact, and summed."""
 
 _BLOCK = 512  # SparCML, section 8.3: k of every 512 consecutive elements
 
@@ -46,20 +46,20 @@ def sparcml(
     block: int = _BLOCK,
     seed: int = 0,
 ) -> Algorithm:
-    """SparCML's quantised top-k SGD (Algorithm 1) works layer by layer, with sums instead of means.
+    """SparCML's quantised top-k SGD (Algorithm 1), layer by layer, with sums instead of means.
 
     ``attach(model, algorithm="sparcml", density=16 / 512)``: every parameter is a unit, exchanged
-    as soon as its gradient is ready.  Divide a learning rate that was tuned for means by world_size.
+    as soon as its gradient is ready.  If a learning rate was tuned for means, divide it by world_size.
     ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` uses the paper's settings.
 
     Args:
         bits: bits per quantised value; None does not quantise (ATIS, Hansards).
         quantize: "local": quantise the selected entries (Q in Algorithm 1); "reduced": quantise sums that
             become dense in flight, in the second half of the dynamic collective (section 6).
-        keep_error: keep the quantisation error in the residual of the rank that quantises, which is the
-            sender or, with "reduced", a region's owner.  QSGD is unbiased but not contractive, and error
-            feedback would explode: True shrinks the decoded values by ``1 / (1 + omega)``, which makes it
-            contractive.  False, as published: the error is lost and reported.
+        keep_error: whether the rank that quantises (the sender or, with "reduced", a region's owner)
+            keeps the error in its residual.  QSGD is unbiased but not contractive, so error feedback
+            would explode: True shrinks the decoded values by ``1 / (1 + omega)``, which makes it
+            contractive.  With False, as published, the error is lost and reported.
         scale: scale of a quantisation block: "max" or "l2" (the paper does not say; QSGD proves its
             bounds for "l2" and uses "max" in its experiments, with several times less noise).
         quantization_block: entries that share a scale, SparCML's bucket (section 6: "in the order of
@@ -80,7 +80,7 @@ def sparcml(
         return Dynamic(StreamCodec(dense=Qsgd(**arguments)), cap=None, keep_error=keep_error)
 
     def calls(job: Job) -> tuple[int, Job]:
-        """Treat the whole job as one layer, whose blocks all contribute the same number of entries."""
+        """Treat the whole job as one layer, to which all blocks contribute equally many entries."""
         per_block = min(-(-int(job.k) * block // job.size), block)
         return 1, job._replace(k=max(job.k, per_block * job.size // block))
 
@@ -96,7 +96,7 @@ def sparcml(
 
 
 def _attention(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter belongs to an attention layer, judging by its name."""
+    """Return whether a parameter belongs to an attention layer, judging from its name."""
     return "attention" in name or "attn" in name
 
 

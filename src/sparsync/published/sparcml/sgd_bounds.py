@@ -1,4 +1,4 @@
-"""SparCML's bounds on top-k SGD with error feedback: Lemma C.3 and Theorem C.4, as numbers.
+"""SparCML's bounds for top-k SGD with error feedback, as numbers: Lemma C.3 and Theorem C.4.
 
 Ok-Topk's Theorem 4.1 has the same proof, with the xi of its own Assumption 1.  Both papers take the proof
 from Alistarh et al., "The Convergence of Sparsified Gradient Methods", NeurIPS 2018.
@@ -16,7 +16,7 @@ xi            the xi of Assumption 1 or C.2
 **The paper divides xi by P**, in ``(1 + xi / (P gamma))^2``.  Both sides of Assumption C.2 are means over
 ranks, which does not justify the division: on one step ``|x - v| <= (gamma + xi) |alpha G|``, and for
 some vectors ``gamma + xi / P`` is too small (``test_lemma_c_3_fails_where_xi_is_divided_by_p``).
-``ranks`` is therefore 1 by default, for which the bounds hold; pass P to get the printed numbers.
+So ``ranks`` is 1 by default, and then the bounds hold; pass P to get the printed numbers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["condition_6", "lemma_c_3", "theorem_c_4", "top_k_gamma"]
 def top_k_gamma(k: int, size: int) -> float:
     """Return the gamma that holds for every vector: ``sqrt(1 - k / n)``.
 
-    The k largest entries have at least k / n of the square norm.  If ``2 gamma^2`` is not below 1, old
-    gradients weigh more than new ones in the bounds; this gamma satisfies it only for k > n / 2.  The
-    gamma measured on the vectors of a training run is smaller.
+    The k largest entries have at least k / n of the squared norm.  Unless ``2 gamma^2`` is below 1, old
+    gradients weigh more than new ones in the bounds; with this gamma, that requires k > n / 2.  The gamma
+    measured on the vectors of a training run is smaller.
 
     Example:
         >>> round(top_k_gamma(10, 1000), 4), 2 * top_k_gamma(10, 1000) ** 2 < 1
@@ -46,7 +46,7 @@ def top_k_gamma(k: int, size: int) -> float:
 
 
 def condition_6(rates: Sequence[float], gamma: float) -> float:
-    """Return the least D of Equation (6): the largest over t of ``sum_k (2 gamma^2)^k a_(t-k)^2 / a_t``.
+    """Return the least D of Equation (6): the maximum over t of ``sum_k (2 gamma^2)^k a_(t-k)^2 / a_t``.
 
     Args:
         rates: learning rates of steps 0, 1, ..., all > 0; k runs from 1 to t.
@@ -62,14 +62,14 @@ def condition_6(rates: Sequence[float], gamma: float) -> float:
     require(min(rates, default=0.0) > 0, "condition_6: give at least one rate, all > 0")
     most = past = 0.0
     for before, now in pairwise(rates):
-        # this updates the sum of step t - 1 to step t with one more factor and one more square
+        # update the sum from step t - 1 to step t: one more square, and one more factor for all terms
         past = 2 * gamma**2 * (past + before**2)
         most = max(most, past / now)
     return most
 
 
 def lemma_c_3(steps: Sequence[float], gamma: float, xi: float, ranks: int = 1) -> float:
-    """Bound ``E |v_t - x_t|^2``, the square norm of the mean residual.
+    """Bound ``E |v_t - x_t|^2``, the squared norm of the mean residual.
 
     ``(1 + xi / (P gamma))^2 sum_k (2 gamma^2)^k |x_(t-k+1) - x_(t-k)|^2``
 
@@ -77,7 +77,7 @@ def lemma_c_3(steps: Sequence[float], gamma: float, xi: float, ranks: int = 1) -
         steps: norms of the updates without truncation, ``|x_1 - x_0|, ..., |x_t - x_(t-1)|``.
         gamma: see the module; > 0.
         xi: see the module; the largest over these steps.
-        ranks: P for the printed bound; for 1 see the module.
+        ranks: P for the printed bound; for the default of 1, see the module.
 
     Example:
         >>> round(lemma_c_3([1.0], gamma=0.5, xi=0.5), 6)  # 2 (gamma + xi)^2
@@ -113,7 +113,7 @@ def theorem_c_4(
         second_moment: M^2.
         gamma: see the module; > 0.
         xi: see the module.
-        ranks: P for the printed bound; for 1 see the module.
+        ranks: P for the printed bound; for the default of 1, see the module.
 
     Returns:
         The bound; infinity if D is too large for a float.

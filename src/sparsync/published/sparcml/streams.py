@@ -1,4 +1,4 @@
-"""The base of SparCML's collectives has streams of any operation, which become dense when shorter."""
+"""The base of SparCML's collectives: streams under any operation, which become dense when shorter."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class StreamCollective(Collective):
         codec: wire format; the rank that rounds keeps the error (default: coo; dense where that is
             shorter).
         op: a name of ``sparsync.reduction.OPERATIONS``, or a ``Reduction``.
-        cap: at most ``cap * k`` entries per rank are taken; None takes all.
+        cap: a rank sends at most ``cap * k`` entries; None sends all.
 
     Raises:
-        ConfigurationError: unknown operation; a cap that is not positive, or for another operation than
-            a sum.
+        ConfigurationError: the operation is unknown; the cap is not positive, or the operation is not a
+            sum although a cap is given.
 
     Attributes:
-        keep_error: the rank that rounds keeps the error; if False, no rank does, and it is reported
-            as lost.
+        keep_error: whether the rank that rounds keeps the error; if False, no rank does, and it is
+            reported as lost.
     """
 
     keep_error = True
@@ -65,22 +65,22 @@ class StreamCollective(Collective):
         """Reduce the entries that remain under the cap.
 
         Raises:
-            ConfigurationError: the operation is not defined on the dtype; the codec would round values
-                of another operation than a sum; a vector of integers has more entries than the cap.
+            ConfigurationError: the operation is not defined for the dtype; the codec would round values
+                although the operation is not a sum; a vector of integers has more entries than the cap.
         """
-        # this is equal on all ranks, so capacities and switches to dense are equal as well
+        # equal on all ranks, so that capacities and switches to dense are equal as well
         most = most_entries(k, self.cap, selected.size)
         call = Call(comm, self, self._taken(selected, most), most, step)
         return call.reduced(call.mine if comm.world_size == 1 else await self.total(call))
 
     @abstractmethod
     async def total(self, call: Call) -> Vector:
-        """Return the reduction over all ranks; there are two or more."""
+        """Return the reduction over all ranks, of which there are at least two."""
 
     def _taken(self, selected: Vector, most: int) -> Vector:
         """Return the entries to reduce: no neutral elements, and at most ``most``."""
-        # A missing element is the operation's neutral element (5.2), not zero: in a product, a stored 0
-        # counts and a 1 need not be sent.
+        # A missing element is the operation's neutral element (5.2), not zero: for a product, a stored 0
+        # counts, and a 1 need not be sent.
         name, dtype = type(self).__name__, selected.values.dtype
         neutral = self.operation.check(dtype)
         if self.operation is not SUM and not self.codec.is_exact(dtype):
@@ -127,26 +127,26 @@ class Call:
         keep: bool = True,
         codec: StreamCodec | None = None,
     ) -> Encoded[Vector]:
-        """Encode a vector; this rank accounts for the rounding error.
+        """Encode a vector; this rank records the rounding error.
 
         Args:
             vector: a region of the whole vector that begins at ``start``.
             turn: distinguishes the messages of one source, for codecs that draw random numbers.
             source: the rank whose random numbers are used (default: this one).
             start: first index of the region.
-            keep: False if another rank encodes the same vector and accounts for the rounding error.
-            codec: used instead of the call's codec.
+            keep: False if another rank encodes the same vector and records the rounding error.
+            codec: used instead of the codec of the call.
         """
-        # Every message of a step has its own seed: QSGD is unbiased over independent draws, and rounding
-        # twice with equal draws would change the expectation.
+        # Use a different seed for every message of a step: QSGD is unbiased over independent draws, and
+        # rounding twice with equal draws would change the expectation.
         source = self.comm.rank if source is None else source
         codec = codec or self.codec
         with self.comm.stage("pack"):
             seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
             encoded = seeded.encode(vector)
         if keep and not codec.is_exact(self.dtype):
-            # the error is embedded in the whole vector, because ``reduced`` subtracts it from
-            # ``delivered`` or reports it
+            # embed the error in the whole vector, because ``reduced`` subtracts it from ``delivered`` or
+            # reports it
             error = _difference(vector, encoded.decoded).embed(start, self.size)
             self._errors.append(error)
         return encoded
@@ -166,12 +166,12 @@ class Call:
     async def swap(
         self, payload: Tensor, dest: int, source: int, capacity: int, size: int, phase: str
     ) -> Vector | Tensor:
-        """Send a message while another arrives; return the latter, for ``combine``."""
+        """Send a message while another arrives; return the one that arrives, for ``combine``."""
         receiving = self.comm.irecv(source, capacity, phase, self.framing)
         sending = self.comm.isend(payload, dest, phase, self.framing)
         message: Tensor = await receiving
         await sending
-        # the message stays encoded, because ``combine`` sums a message and a vector in one C++ pass
+        # keep the message encoded, because ``combine`` sums a message and a vector in one C++ pass
         if self.operation is SUM and self._is_sparse(message):
             await self.comm.work(message.numel())
             return message
@@ -185,7 +185,7 @@ class Call:
     def combine(self, lower: Vector | Tensor, higher: Vector | Tensor) -> Vector:
         """Return ``lower operation higher``, dense above the codec's limit; one may be a message."""
         # The limit applies to the entries of the operands, not of the result (5.1: |H1| + |H2| > delta).
-        # They are known before adding, and all ranks with the same operands decide alike.
+        # They are known before adding, and all ranks with the same operands make the same decision.
         one, other = (lower, higher) if isinstance(higher, Tensor) else (higher, lower)
         assert not isinstance(one, Tensor)
         limit = self.codec.limit(one.size, self.dtype)
@@ -205,7 +205,7 @@ class Call:
     def fold(
         self, shares: Sequence[SparseVector | Tensor], own: SparseVector, codec: StreamCodec
     ) -> Vector:
-        """Return the left fold of a region's shares, sparse messages or vectors, including ``own``."""
+        """Return the left fold of a region's shares, ``own`` included; shares are messages or vectors."""
         if self.operation is SUM:
             with self.comm.stage("unpack"):
                 return sum_messages(codec.sparse, shares, own)
@@ -219,11 +219,11 @@ class Call:
         return vector if limit is None or vector.nnz <= limit else self.densify(vector)
 
     def densify(self, vector: Vector) -> DenseVector:
-        """Store all elements."""
+        """Return the vector in dense form."""
         return densify(vector, self.operation)
 
     def capacity(self, ranks: int, width: int, *, dense: bool = False) -> int:
-        """Bound the bytes of a message with contributions of ``ranks`` ranks to ``width`` elements.
+        """Bound the bytes of a message in which ``ranks`` ranks contribute to ``width`` elements.
 
         The width does not bound the number of entries, because the entries of the operands, not of the
         result, decide when a sum turns dense.
@@ -245,8 +245,8 @@ class Call:
         With ``dense``, all regions are dense.  With ``ring``, regions are passed around a ring,
         which sends nothing twice, instead of being disseminated.
         """
-        # Each owner chooses the form by its region's count, and the header states it, so no round is
-        # spent on agreeing.
+        # each owner chooses the form from its region's number of entries, and the header states it, so
+        # no round is spent on agreeing
         comm, spans = self.comm, list(pairwise(boundaries))
         encoded = self.encode(region, comm.world_size, start=boundaries[comm.rank])
         capacities = [
@@ -259,17 +259,17 @@ class Call:
             with comm.stage("unpack"):
                 return join_messages(self.codec.sparse, messages, spans, self.mine)
         regions = [
-            # take the own region as the other ranks decode it
+            # take this rank's region as the other ranks decode it
             encoded.decoded if rank == comm.rank else self.decode(messages[rank], stop - start)
             for rank, (start, stop) in enumerate(spans)
         ]
         return DenseVector(torch.cat([self.densify(r).values for r in regions]))
 
     def reduced(self, total: Vector) -> Reduced:
-        """Return the result; this rank has delivered its share minus its rounding errors, which it keeps.
+        """Return the result; this rank delivered its share minus its rounding errors, which it keeps.
 
         If no rank keeps rounding errors, the whole share counts as delivered and the errors as lost.  The
-        caller may scale the total in place, so it shares no memory with ``delivered``.
+        caller may scale the total in place, so the total shares no memory with ``delivered``.
         """
         mine = self.mine
         if total.values.untyped_storage().data_ptr() == mine.values.untyped_storage().data_ptr():
@@ -296,6 +296,6 @@ def stream_bytes(entries: float, size: int) -> float:
 
 
 def relayed(messages: int, nbytes: float) -> Cost:
-    """Return the cost if every sent message is encoded once and every received one decoded."""
+    """Return the cost if every sent message is encoded once, and every received message decoded once."""
     entries = nbytes / ENTRY_BYTES
     return Cost(messages, nbytes, encoded=entries, decoded=entries, turns=messages)

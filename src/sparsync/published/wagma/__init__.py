@@ -5,10 +5,10 @@ Torsten Hoefler, `Breaking (Global) Barriers in Parallel Stochastic Optimization
 Group Averaging <https://doi.org/10.1109/TPDS.2020.3040606>`_, IEEE Transactions on Parallel and
 Distributed Systems 32(7), 2021.
 
-Every rank trains its own model.  After each step it averages its model with a group of about sqrt(P)
-ranks; the groups change from step to step.  The first rank to arrive starts the average for all, and a
-late rank contributes the last model that it published.  Every tau steps, all ranks wait for each other
-and average globally.
+Every rank trains its own model.  After each step, it averages its model with a group of about sqrt(P)
+ranks; the groups change from step to step.  The first rank to arrive starts the average for all.  A late
+rank contributes the last model that it published.  Every tau steps, all ranks wait for each other and
+average globally.
 
 Terms
 -----
@@ -82,8 +82,8 @@ The ablations of section 5.2: fixed groups, synchronous groups, local SGD, globa
 
 A straggler, on virtual ranks: on every step, a different one of the eight ranks takes four times as
 long.  With an allreduce, each of the 40 steps takes as long as its slowest rank, 16.0 seconds in total.
-With WAGMA, the other ranks continue without the late one, and training takes 6.4 seconds.  Without any
-waiting it would take 5.5::
+With WAGMA, the other ranks continue without the late one, and training takes 6.4 seconds.  If no rank
+ever waited, it would take 5.5::
 
     from sparsync.averaging import LocalSgd
 
@@ -102,7 +102,7 @@ waiting it would take 5.5::
 
 On local processes, one of which is late on every step.  The table shows the mean time per step; the
 caption says how long ranks waited and how many models were stale.  In your own training,
-``Averager.stats`` has these numbers::
+``Averager.stats`` returns these numbers::
 
     sparsync train --algorithm Allreduce-SGD,WAGMA-SGD --ranks 2 --steps 8 --delay random:1:0.05
     sparsync train --algorithm wagma:group_size=2,sync_period=none,wagma:dynamic=false --ranks 2 --steps 8
@@ -110,8 +110,7 @@ caption says how long ranks waited and how many models were stale.  In your own 
     sparsync train --algorithm wagma --ranks 2 --steps 8 --delay heavytail:0.01:0.5
 
 ``--delay random:COUNT:SECONDS`` delays COUNT random ranks on every step, and ``persistent:RANK:SECONDS``
-always delays the same rank.  With ``heavytail:MIN:MAX`` every rank is delayed on every step, usually
-briefly.
+always delays the same rank.  ``heavytail:MIN:MAX`` delays every rank on every step, usually briefly.
 
 Table I, for every scheme here
 ------------------------------
@@ -153,31 +152,31 @@ Differs from the paper
 ----------------------
 
 * **P and S** may be any numbers, because few jobs have a power of two of ranks.  If S does not divide P,
-  group sizes differ by one.  For powers of two the groups are those of Algorithm 1, read as ``mask = 1
+  group sizes differ by one.  For powers of two, the groups are those of Algorithm 1, read as ``mask = 1
   << shift``.  As printed, a mask that is already shifted is shifted again, which does not reproduce the
   paper's own examples.
-* **A late rank that finds no newer result keeps its model.**  It takes each result only once, because
+* **A late rank that finds no newer result keeps its model.**  It uses each result only once, because
   the result would otherwise count twice.  A rank that is late by several averages publishes once and
-  takes only the newest result; Algorithm 2 has one average per step.
+  uses only the newest result; Algorithm 2 has one average per step.
 * **A group's sum** uses recursive doubling or reduce-scatter plus allgather, whichever is cheaper at 50
   us per message and 1 Gbit/s.  The paper's butterfly is the former.
-* **Activation** uses a binomial tree rotated to the activator, which works for any P, instead of Figure
-  1's exclusive or; data that arrive early activate as well.
-* **Before its first step** a rank contributes its initial model; the paper does not say.  After a global
-  average, a rank that is late contributes the model that it gave to that average, as Algorithm 2's send
-  buffer does.
-* **All averages**, global ones as well, run on the agent's thread and in host memory.
+* **Activation** uses a binomial tree rotated to the activator, which works for any P, instead of the
+  exclusive or in Figure 1.  Data that arrive early activate as well.
+* **Before its first step**, a rank contributes its initial model; the paper does not specify this.  After
+  a global average, a rank that is late contributes the model that it gave to that average, as Algorithm
+  2's send buffer does.
+* **All averages**, including global ones, run on the agent's thread and in host memory.
 * **Groups of one** (``group_size=1``) have no agent that contributes for a late rank, because the rank
   would average its new model with its own old one.  The result is local SGD, as section 4 says.
 * **Tensors that are not trained** have rules (``buffers=``, ``moments=``): BatchNorm statistics are
   averaged with the parameters or stay local; optimizer moments stay local by default.
-* **A final global average** is taken by ``finish``, so training ends with one model.
+* **A final global average** is taken by ``finish``, so that training ends with one model.
 
 Additions, off by default:
 
 * ``values="bf16"`` or ``"int8"``: group averages are rounded, and the error is contributed later.
-* ``deadline=``: a rank that is silent for this long is left out, and rejoins when it is heard again.  As
-  published, the others wait for it.
+* ``deadline=``: a rank that is silent for this long is left out, and rejoins when it is heard from again.
+  As published, the others wait for it.
 
 Not here
 --------
@@ -188,16 +187,16 @@ Not here
   ``sparsync_papers.workloads``.  Habitat's navigation is replaced by PPO on CartPole
   (``sparsync_papers.workloads.ppo``).
 * Averaging gradients instead of models: ``sparsync.attach``.
-* Agents over MPI: agents always open their own ZeroMQ connections, whatever transport the rest uses.
-* The paper's throughput on Piz Daint, which is simulated with that machine's compute and network times.
+* Agents over MPI: agents always open their own ZeroMQ connections, whatever transport the job uses.
+* The paper's throughput on Piz Daint; it is simulated with that machine's compute and network times.
 
 Figures
 -------
 
 * ``benchmarks/averaging-throughput.md``: Figures 4, 7 and 10, in virtual time.
 * ``benchmarks/averaging-convergence.md``: loss of all schemes after equal steps, with late ranks.
-* ``benchmarks/averaging-ablations.md``: section 5.2's ablations on 64 ranks; those of sections 5.2 and
-  5.3 with smaller models: ``sparsync reproduce wagma-ablations``.
+* ``benchmarks/averaging-ablations.md``: section 5.2's ablations on 64 ranks.  ``sparsync reproduce
+  wagma-ablations`` repeats the ablations of sections 5.2 and 5.3 with smaller models.
 * ``benchmarks/averaging-delays.md``: seconds that delays add, on real processes.
 * ``benchmarks/ppo.md``: small-scale reinforcement learning (section 5.4).
 * ``benchmarks/reproduced.md``: Figures 4 to 8, 10 and 11 next to the paper's numbers, produced by

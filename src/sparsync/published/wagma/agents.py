@@ -2,8 +2,8 @@
 
 Rounds have version numbers and are executed in order, once each.  A round starts on a rank when the rank
 arrives at it, or when it learns that another rank has arrived.  This news travels down a binomial tree
-rooted at the activator, and with the round's own messages.  A ``Rounds`` computes the result of a round.
-This module is independent of threads and sockets.
+rooted at the activator, and with the round's own messages.  A ``Rounds`` object computes the result of a
+round.  This module is independent of threads and sockets.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 _LAYOUT: Final = struct.Struct("<IIqQ")
-_REMEMBERED: Final = 64  # number of versions for which an agent remembers whom it has told
+_REMEMBERED: Final = 64  # number of versions for which an agent remembers which ranks it has told
 
 
 def round_of(step: int) -> int:
-    """Return the version of the average after a 0-based step; ``finish`` uses the even one before it.
+    """Return the version of the average after a 0-based step; ``finish`` uses the even number before.
 
     Example:
         >>> [round_of(step) for step in range(3)], step_of(5)
@@ -54,12 +54,12 @@ def round_of(step: int) -> int:
 
 
 def step_of(version: int) -> int:
-    """Return the step of a round."""
+    """Return the step to which a round belongs."""
     return version // 2
 
 
 def tree_children(rank: int, root: int, world_size: int) -> list[int]:
-    """Return the ranks that a rank forwards to in the binomial tree of ``root``, nearest first.
+    """Return the ranks to which a rank forwards in the binomial tree of ``root``, nearest first.
 
     Example:
         >>> tree_children(1, 1, 4), tree_children(2, 1, 4), tree_children(3, 1, 4)
@@ -82,8 +82,7 @@ class Kind(IntEnum):
     PING = 4  # is the receiver alive?
     PONG = 5
     VIEW = 6  # news about the present ranks
-    # sent to a rank that was left out: the present ranks, and the last common sum; ``number`` is
-    # the number of models in it
+    # to a rank that was left out: the present ranks and the last common sum; number: models in the sum
     WELCOME = 7
 
 
@@ -112,7 +111,7 @@ class Round(NamedTuple):
     version: int
     total: Tensor  # sum of the models
     models: int  # number of models in the sum
-    contributed: int  # version of this rank's contribution; an older one than the round's is stale
+    contributed: int  # version of this rank's contribution; stale if older than the round's version
 
 
 class Answer(NamedTuple):
@@ -120,8 +119,8 @@ class Answer(NamedTuple):
 
     result: Round  # the newest result
     resumes: bool  # the rank had been left out, and resumes with this result, after this round
-    left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason, so far
-    present: list[int]  # ranks that are present, ascending
+    left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason, of all ranks so far
+    present: list[int]  # the ranks that are present, ascending
 
 
 class Rounds(ABC):
@@ -141,10 +140,10 @@ class Rounds(ABC):
 
     @abstractmethod
     def publish(self, vector: Tensor) -> None:
-        """Take the vector that this rank contributes from now on."""
+        """Store the vector that this rank contributes from now on."""
 
     def restart(self, model: Tensor) -> None:
-        """Publish a model that all ranks have in place of this rank's own model."""
+        """Publish a model that all ranks have, in place of this rank's own model."""
         self.publish(model)
 
     @abstractmethod
@@ -154,10 +153,10 @@ class Rounds(ABC):
         """Sum the contributions of a group's ranks; a round may be restarted."""
 
     def end(self, result: Round) -> None:  # noqa: B027 (most need nothing)
-        """Take a round's result."""
+        """Process the result of a round."""
 
     def collected(self, newest: Round) -> Round:
-        """Return the round with which to answer an arriving rank; by default, this is the newest."""
+        """Return the round that answers an arriving rank; by default, the newest one."""
         return newest
 
 
@@ -203,7 +202,7 @@ class _Attempt:
     models: int  # number of models in its sum
     contributed: int  # version of this rank's contribution
     task: Task[Tensor]
-    since: float  # time at which it started to wait
+    since: float  # time at which it began to wait
 
     @property
     def waits_for(self) -> _Delivery:
@@ -217,7 +216,7 @@ class _Attempt:
 class Agent(Companion):
     """Executes the rounds of one rank.
 
-    Each rank has a generation, which is even while it is present and odd while it is left out.
+    Each rank has a generation, which is even while the rank is present and odd while it is left out.
     Generations only grow, so all ranks reach the same view by taking maxima, in whatever order news
     arrives.
 
@@ -226,7 +225,7 @@ class Agent(Companion):
         world_size: number of ranks.
         step: the first local step.
         model: published first, and given to a rank that rejoins before the first synchronous round.
-        deadline: seconds of silence after which a rank that others wait for is left out; None if
+        deadline: seconds of silence after which a rank that others wait for is left out; None means
             never.
     """
 
@@ -246,13 +245,13 @@ class Agent(Companion):
         self._restart(Round(2 * step, model, 1, 2 * step))
         rounds.publish(model)
         self._called = 2 * step
-        self._waiting: tuple[int, Reply] | None = None  # version, and the reply that waits for it
+        self._waiting: tuple[int, Reply] | None = None  # a version, and the reply that waits for it
         self._told: dict[int, set[int]] = {}  # version -> ranks that this rank has told
         self._welcome: Round | None = None
         self._generations = [0] * world_size
         self._view = 0  # a fingerprint of the generations
         self._heard: dict[int, float] = {}
-        self._gone: dict[int, str] = {}  # ranks that cannot rejoin, and why
+        self._gone: dict[int, str] = {}  # ranks that cannot rejoin, with the reasons
 
     def _restart(self, result: Round) -> None:
         """Continue after a round whose result all ranks have."""
@@ -271,7 +270,7 @@ class Agent(Companion):
     # ---- the rank's calls
 
     def arrive(self, version: int, vector: Tensor, reply: Reply) -> None:
-        """Take this rank's model; ``reply`` gets a round >= ``version``, or the round to resume at."""
+        """Publish this rank's model; ``reply`` gets this or a later round, or the one to resume at."""
         self._waiting = version, reply
         if self._welcome is not None:
             self._answer(self._welcome)
@@ -300,7 +299,7 @@ class Agent(Companion):
     # ---- messages
 
     def receive(self, source: int, payload: Tensor) -> None:
-        """Take a message."""
+        """Handle a message from another agent."""
         header, body = Header.cut(payload)
         self.ledger.received("average", payload.numel())
         self._heard[source] = self.host.now
@@ -309,7 +308,7 @@ class Agent(Companion):
             return
         match header.kind:
             case Kind.ACTIVATE:
-                # passed on even if this rank has already ended the round
+                # pass it on even if this rank has already ended the round
                 self._tell(header.version, header.number)
                 self._take_part(header.version)
             case Kind.DATA if header.version <= self._last.version:
@@ -349,7 +348,7 @@ class Agent(Companion):
         self.post(source, Header(Kind.RESULT, result.models, version).pack(), result.total)
 
     def _tell(self, version: int, root: int) -> None:
-        """Forward an activation down the tree of ``root``, to ranks not yet told by this one."""
+        """Forward an activation down the tree of ``root``, to ranks that this one has not told yet."""
         told = self._told.setdefault(version, set())
         pending = tree_children(self.host.rank, root, self.host.world_size)
         while pending:
@@ -399,13 +398,13 @@ class Agent(Companion):
         return _Attempt(len(members), self._published, task, self.host.now)
 
     def _end(self, result: Round) -> None:
-        """Take a round's result from this or another rank, and advance to the round of the next step."""
+        """Process a round's result from this or another rank; advance to the round of the next step."""
         self._drop()
-        # a step has two versions: 2 step, before it, and 2 step + 1, after it
+        # a step has two versions: 2 step, before the step, and 2 step + 1, after it
         age = -(-(result.version - result.contributed) // 2)
         self.participation.note(age, result.models)
         self.rounds.end(result)
-        # a group that waits for its own ranks has an average, but not a model that all ranks have
+        # if a group waits only for its own ranks, the average is not a model that all ranks have
         if self._waits_for_all(result.version) and result.models == len(self.present):
             self._common = result
         self._last = result
@@ -426,7 +425,7 @@ class Agent(Companion):
     def tick(self) -> None:
         """Ping the rank that keeps this one waiting; leave it out if it stays silent."""
         if self._attempt is not None and self.due is not None and self.deadline is not None:
-            # a tick that is so late means that this rank itself was suspended, and may have unread
+            # a tick that is this late means that this rank itself was suspended, and may have unread
             # messages
             if self.host.now - self.due > self.deadline / 4:
                 self._attempt.since = self.host.now
@@ -451,7 +450,7 @@ class Agent(Companion):
             self.due = half if now < half else end
 
     def lose(self, peer: int, reason: str) -> None:
-        """Leave out a rank that is gone for good; without a deadline, fail once it is needed."""
+        """Leave out a rank that is gone for good; without a deadline, fail once the rank is needed."""
         self._gone[peer] = reason
         if self.deadline is None:
             self._watch()
@@ -468,7 +467,7 @@ class Agent(Companion):
         return [g + (rank == peer) for rank, g in enumerate(self._generations)]
 
     def _readmit(self, peer: int) -> None:
-        """Welcome a rank that was left out and is heard again, with the last common model."""
+        """Welcome a rank that was left out and is heard from again, with the last common model."""
         if peer in self._gone:
             return
         self._merge(self._toggled(peer))
@@ -477,7 +476,7 @@ class Agent(Companion):
         self.post(peer, header.pack(), torch.cat([*map(bytes_of, parts)]))
 
     def _merge(self, generations: list[int], reason: str = "other ranks say so") -> None:
-        """Merge news about the present ranks; if they changed, restart the current round among them."""
+        """Merge news about the present ranks; if these changed, restart the current round among them."""
         # element-wise maxima commute, so the order in which news arrives does not matter
         newer = [max(pair) for pair in zip(self._generations, generations, strict=True)]
         if newer == self._generations:
@@ -498,7 +497,7 @@ class Agent(Companion):
         self._advance()
 
     def _on_welcome(self, header: Header, body: Tensor) -> None:
-        """Resume at the other ranks' current round."""
+        """Resume at the current round of the other ranks."""
         cut = 8 * self.host.world_size
         generations = body[:cut].clone().view(torch.int64).tolist()
         if header.version <= self.version and self._is_present(self.host.rank):

@@ -3,14 +3,14 @@
 The analysis considers one interaction at a time, which averages S of the P models, drawn at random.  A
 rank averages its own model with the other S - 1 as they were before their last gradient step, and then
 takes a gradient step.  Every tau interactions, all models are averaged.  P / S interactions correspond to
-one step of training.
+one training step.
 
 ============  =======================================================================================
 f, L          the objective; the Lipschitz constant of its gradients
 eta           learning rate (called alpha in Theorem 4.6)
 M^2           bound on ``E |gradient of a sample|^2``, on every rank
 mu_t          the mean of all models
-tau           maximal number of interactions since the last global average; bounds staleness
+tau           maximum number of interactions since the last global average; bounds staleness
 ============  =======================================================================================
 """
 

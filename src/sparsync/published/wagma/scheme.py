@@ -3,8 +3,8 @@
 The first rank to arrive starts the average for all.  A late rank contributes the last model that it
 published, and finds the result when it arrives.
 
-The ranks form a row that is cut into groups of neighbours.  Before every step the row is shuffled by the
-same permutation: rank r is at place ``r * stride**-step mod modulus``.  If P and S are powers of two,
+The ranks form a row, which is cut into groups of neighbours.  Before every step, the row is shuffled by
+the same permutation: rank r is at place ``r * stride**-step mod modulus``.  If P and S are powers of two,
 stride S and modulus P - 1 rotate the bits of r, which *is* Algorithm 1: step t merges along the ``log2
 S`` bits that start at ``(t * log2 S) mod log2 P``.  Unlike bit rotation, multiplication works for any P.
 """
@@ -59,7 +59,7 @@ CODECS: Final = MappingProxyType[str, Codec[DenseVector] | None](
 )
 
 
-# the assumptions that are given up without global averages, by staleness
+# assumptions that fail without global averages, by staleness
 _GIVEN_UP: Final = MappingProxyType(
     {
         "unbounded": "a late rank's model may be arbitrarily old, so Assumption 1.3 (bounded staleness) "
@@ -72,7 +72,7 @@ _GIVEN_UP: Final = MappingProxyType(
 
 @final
 class Wagma(Accompanied):
-    """Averages with a group of S ranks after every step, without waiting for late ones.
+    """Averages with a group of S ranks after every step, without waiting for late ranks.
 
     After local step t, with W' this rank's model (Algorithm 2)::
 
@@ -80,30 +80,30 @@ class Wagma(Accompanied):
                               W = (sum + W') / (S + 1)  an older model of this rank was in it
         (t + 1) % tau == 0:   W = mean over all ranks, which wait for each other
 
-    A rank that is late by several averages publishes once and takes only the newest result.  No model is
-    older than what its rank contributed to the last global average, so none is tau steps old.
+    A rank that is late by several averages publishes once and uses only the newest result.  No model is
+    older than its rank's contribution to the last global average, so none is tau steps old.
 
     Args:
         group_size: S; default: about sqrt(P) (``default_group_size``).  If S does not divide P, group
             sizes differ by one.  With 1 there are only global averages, which is local SGD.
         sync_period: tau, in steps.  None stands for infinity: there is no global average before
-            ``finish``, which gives up an assumption of Theorem 4.1 (rank 0 reports which).
-        grouping: a late rank's group continues without it ("wait-avoiding") or waits ("synchronous").
+            ``finish``, which violates an assumption of Theorem 4.1 (rank 0 reports which one).
+        grouping: "wait-avoiding": a late rank's group continues without it; "synchronous": it waits.
         dynamic: change groups from step to step (Algorithm 1).  False is the ablation of
             section 5.2.
         values: group averages are sent as "fp32" (the model's own dtype), "bf16" or "int8"; a rank adds
             its rounding error to its next contribution.  Global averages are never rounded.
         deadline: seconds of silence after which a rank that others wait for is left out and reported.
-            When it is heard again it resumes with the last global average, at the others' step
+            When it is heard from again, it resumes with the last global average, at the others' step
             (``resume_at``).  With None, the others wait for it.
 
     Raises:
-        DeadlineError: a rank misses a global average by more than the communicator's timeout.
+        DeadlineError: a rank is late for a global average by more than the communicator's timeout.
 
-    Cost: per step 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n if that
-    is cheaper (rounded: S - 1 + ceil(log2 S) messages), and at most log2 P activations; memory: the
+    Cost: per step, 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n if that
+    is cheaper (rounded: S - 1 + ceil(log2 S) messages), and at most log2 P activations.  Memory: the
     published model and the newest result; rounded: also the last global average and the error.
-    State: the step and the error; a resumed run starts as if after a global average.
+    State: the step and the error; a resumed run starts as after a global average.
     Differs from the paper: any P and S; a late rank that finds no newer result keeps its model; the
     deadline.
 
@@ -146,14 +146,14 @@ class Wagma(Accompanied):
 
     @property
     def staleness(self) -> Staleness:
-        """Bounded by tau, unbounded without global averages, and "none" with synchronous groups."""
+        """One of "bounded" (by tau), "unbounded" (no global averages), "none" (synchronous groups)."""
         if self.grouping == "synchronous" or self.group_size == 1:
             return "none"
         return "unbounded" if self.sync_period is None else "bounded"
 
     @property
     def global_period(self) -> int | None:
-        """Tau."""
+        """The period tau."""
         return self.sync_period
 
     def effective_group_size(self, world_size: int) -> int:
@@ -161,7 +161,7 @@ class Wagma(Accompanied):
         return self.group_size or default_group_size(world_size)
 
     def survivors(self, comm: Communicator) -> Communicator:
-        """Return the ranks that have not been left out or have rejoined."""
+        """Return the communicator of the ranks that are present: never left out, or rejoined."""
         everyone = len(self._present) in (0, comm.world_size)
         return comm if everyone else Subgroup(comm, self._present)
 
@@ -175,8 +175,8 @@ class Wagma(Accompanied):
         if self.sync_period is None and self._binding is not None and comm.rank == 0:
             say(f"sync_period=None: {_GIVEN_UP[self.staleness]}")
         vector = vector.cpu()
-        # A group of one never waits.  But an agent that contributes on its rank's behalf would
-        # average the rank's new model with its own old one.
+        # A group of one never waits.  An agent that contributes for its late rank would average the
+        # rank's new model with its own old one.
         grouping = "synchronous" if size == 1 else self.grouping
         self._rounds = ModelRounds(
             vector, size, self.sync_period, grouping, dynamic=self.dynamic, codec=self._codec
@@ -210,7 +210,7 @@ class Wagma(Accompanied):
         if answer.resumes:
             self.resume_at = step_of(result.version + 1)
             return total / result.models
-        # these are lines 10 to 14 and 16 of Algorithm 2; a result is taken only once
+        # lines 10 to 14 and 16 of Algorithm 2; each result is used only once
         if result.version <= self._taken:
             return vector
         self._taken = result.version
@@ -221,14 +221,14 @@ class Wagma(Accompanied):
 
 @final
 class ModelRounds(Rounds):
-    """Rounds of WAGMA: group averages, and a global average when ``(step + 1) % sync_period == 0``.
+    """The rounds of WAGMA: group averages, and a global average when ``(step + 1) % sync_period == 0``.
 
     With a codec, a rank contributes the difference between its model and the last global average,
     ``base``, which all ranks have.  It adds the rounding error to its next contribution::
 
         p = W' + error;   q = C(p - base);   error = p - base - q
 
-    Rounding therefore does not change the mean of W + error over the ranks, as long as no rank is late.
+    So rounding does not change the mean of W + error over the ranks, as long as no rank is late.
 
     Attributes:
         error: `[n]`, None without a codec.
@@ -258,7 +258,7 @@ class ModelRounds(Rounds):
         return self.grouping == "synchronous" or self._is_global(version)
 
     def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
-        """Return all present ranks, or this rank's group among them."""
+        """Return all present ranks for a global average, otherwise this rank's group among them."""
         if self._is_global(version):
             return present
         count, step = len(present), step_of(version) if self.dynamic else 0
@@ -270,22 +270,22 @@ class ModelRounds(Rounds):
         self._vector = vector if self.error is None else vector + self.error
 
     def restart(self, model: Tensor) -> None:
-        """Take this model as the new base; the error belonged to the discarded model."""
+        """Use this model as the new base; the error belonged to the discarded model."""
         self._vector, self._base, self.error = model, model, None
 
     def end(self, result: Round) -> None:
-        """Take a global average as the new base, which clears the error."""
+        """Use a global average as the new base, which clears the error."""
         if self._is_global(result.version):
             self._base, self.error = result.total / result.models, None
 
     async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
-        """Sum over the group."""
+        """Sum the contributions of the group."""
         if self.codec is None or self._is_global(version):
             return await group_allreduce(comm, self._vector)
         base = self._base
         coded = await coded_allreduce(comm, self._vector - base, self.codec, version)
         # A stale model is an extra term of the sum (Algorithm 2).  Rounding it again adds no error to
-        # repay; the error of the round in which it was fresh still has to be repaid.
+        # repay, but the error of the round in which it was fresh still has to be repaid.
         owed = self.error if contributed < version else coded.lost
         self.error = coded.lost_of_sum if owed is None else owed + coded.lost_of_sum
         return base * comm.world_size + coded.total
@@ -295,9 +295,9 @@ class ModelRounds(Rounds):
 
 
 def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[int, ...]:
-    """Return the members of a rank's group at a 0-based local step, ascending, including the rank.
+    """Return the members of a rank's group at a 0-based local step, in ascending order.
 
-    If S divides P, all groups have S members.  Otherwise group sizes differ by one and are as close to S
+    If S divides P, all groups have S members.  Otherwise, group sizes differ by one and are as close to S
     as an even division allows; no rank is alone (unless S = 1).  If there are several groups of more than
     one rank, consecutive steps never have the same groups.  The groups of ``step=0`` are fixed.
 
@@ -310,13 +310,13 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
         ((0, 1, 2), (0, 2, 4))
 
     References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
-    printed, a mask that is already shifted is shifted again; the paper's examples come out so).
+    printed, a mask that is already shifted is shifted again; the paper's examples need ``1 << shift``).
     """
-    # this is P / S rounded to nearest, half down, so that no rank is alone with S = 2 and P odd
+    # P / S rounded to nearest, half down, so that no rank is alone with S = 2 and odd P
     groups = (2 * world_size + group_size - 1) // (2 * group_size)
-    # The next shuffle should spread a group's members over as many groups as possible, without gaps: the
-    # stride is the smallest group's size, or the next number below it that has an inverse.  If S divides
-    # P, the stride is S modulo P - 1; a stride of 2 is always invertible modulo P or P - 1.
+    # The next shuffle should spread a group's members over as many groups as possible, without gaps.  So
+    # the stride is the smallest group's size, or the next smaller number that has an inverse.  If S
+    # divides P, the stride is S modulo P - 1; a stride of 2 is always invertible modulo P or P - 1.
     stride, modulus = next(
         (stride, modulus)
         for stride in range(world_size // groups, 0, -1)
@@ -338,7 +338,7 @@ def default_group_size(world_size: int) -> int:
     """Return the divisor of P, other than 1, nearest to the square root of P (section 5.2).
 
     If that divisor differs from the root by more than a factor of 1.5, as every divisor of a large prime
-    or of 62 does, the result is the integer nearest to the root, because any S is allowed.
+    or of 62 does, return the integer nearest to the root instead, because any S is allowed.
 
     Example:
         >>> [default_group_size(world_size) for world_size in (1, 2, 8, 12, 64, 13, 62)]
@@ -356,7 +356,7 @@ def default_group_size(world_size: int) -> int:
 
 
 async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
-    """Sum over a group with the cheaper of two algorithms; the result is equal on all its members.
+    """Sum over a group with the cheaper of two algorithms; the result is equal on all members.
 
     Cost: log2 S messages of n for recursive doubling, or the cost of ``comm.allreduce``.
     """
@@ -376,7 +376,7 @@ async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
 
 
 class CodedSum(NamedTuple):
-    """A sum of rounded vectors, `[n]`, equal on all members, and its rounding errors."""
+    """A sum of rounded vectors, `[n]`, equal on all members, and this rank's rounding errors."""
 
     total: Tensor
     lost: Tensor  # the error of rounding this rank's vector
@@ -386,7 +386,7 @@ class CodedSum(NamedTuple):
 async def coded_allreduce(
     comm: Communicator, vector: Tensor, codec: Codec[DenseVector], seed: int
 ) -> CodedSum:
-    """Sum over a group, in which every member sums one block of rounded vectors and sends the result.
+    """Sum over a group: every member sums one block of rounded vectors and sends the result to all.
 
     The codec's random numbers depend on ``seed`` and the rank.
 
@@ -404,9 +404,9 @@ async def coded_allreduce(
 
     encoded = [codec.encode(DenseVector(block)) for block in blocks]
     lost = vector - torch.cat([one.decoded.values for one in encoded])
-    lost[mine] = 0  # this rank sums its own block, so that block is not rounded
+    lost[mine] = 0  # this rank sums its own block, so the block is not rounded
     capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
-    # the longest block that goes to any other rank, because the last blocks are shorter
+    # the longest block that goes to any other rank; the last blocks are shorter
     most = [max(capacities[:r] + capacities[r + 1 :], default=0) for r in range(len(blocks))]
     received = await comm.alltoallv([one.payload for one in encoded], most, "average", framing)
     total = torch.zeros_like(blocks[comm.rank])

@@ -1,4 +1,4 @@
-"""Virtual ranks on a virtual network run the same algorithm code, deterministically and cheaply."""
+"""The simulator: virtual ranks on a virtual network run the real algorithms, deterministically."""
 
 from sparsync.transports.sim.network import Fault, Port, Usage, Weight
 from sparsync.transports.sim.topology import Links, Ports, Route, Topology, TwoLevel

@@ -1,12 +1,12 @@
 """The simulated network: virtual ranks as coroutines on one event queue, under a virtual clock.
 
 A message of L bytes from s to d leaves when the port of s is free, and occupies it for ``beta L``.  It
-reaches d ``alpha`` later, enters when the receiving port of d is free, and occupies that for ``beta L``.
-Ports serve in order of arrival.  The send is done when the message has entered.  Everything is
-deterministic: events at equal times are served in the order of scheduling.
+reaches d ``alpha`` later, enters when the receiving port of d is free, and occupies that port for
+``beta L``.  Ports serve messages in order of arrival.  A send is done when its message has entered.
+Runs are deterministic: events at equal times are served in the order in which they were scheduled.
 
-A rank has one processor.  Work charged to it begins at once, and the rank continues when it is done.
-Messages arriving in the meantime use its ports.
+A rank has one processor.  Work charged to a rank begins at once, and the rank continues when the work is
+done.  Meanwhile, arriving messages still use its ports.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Link = tuple[int, int, int]  # source, dest, tag
 class Weight(NamedTuple):
     """The size of a message, for the network and for the work of packing it."""
 
-    nbytes: float  # on the ports: the payload's length, unless the payload represents more
+    nbytes: float  # on the ports: the payload's length, unless the payload stands for more
     entries: float = 0.0  # packed before sending and unpacked after receiving
 
 
@@ -51,7 +51,7 @@ class SimOperation(Operation):
 
     def __init__(self, verb: str, peer: int | None = None, phase: str = "") -> None:
         self.verb, self.peer, self.phase = verb, peer, phase
-        self.waiter: RankTask | None = None  # resumes when this is done
+        self.waiter: RankTask | None = None  # the coroutine to resume when this is done
         self.entries = 0.0
         self.error: Exception | None = None
 
@@ -60,7 +60,7 @@ class SimOperation(Operation):
         self.done, self.result = True, result
 
     def poll(self, seconds: float) -> bool:
-        """Check without waiting, because virtual time passes only while no coroutine runs."""
+        """Check without waiting: virtual time passes only while no coroutine runs."""
         if self.error is not None:
             raise self.error
         return self.done
@@ -73,7 +73,7 @@ class SimOperation(Operation):
         )
 
     def wait(self) -> None:
-        """Refuse: in the simulator coroutines await, and nothing may block."""
+        """Refuse: in the simulator, coroutines await, and nothing may block."""
         raise ConfigurationError(
             "a simulated communicator cannot block: write an async function and pass it to "
             "sparsync.simulate(function, world_size=...)"
@@ -113,7 +113,7 @@ class Usage:
 
     messages: int = 0
     nbytes: float = 0.0
-    seconds: float = 0.0  # that the port was occupied
+    seconds: float = 0.0  # time for which the port was occupied
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Port:
     phases: defaultdict[str, Usage] = field(default_factory=lambda: defaultdict(Usage))
 
     def occupy(self, since: float, seconds: float, phase: str, nbytes: float) -> None:
-        """Be occupied by one message for some time."""
+        """Mark the port as occupied by one message, and count the message."""
         self.free = since + seconds
         usage = self.phases[phase]
         usage.messages += 1
@@ -147,7 +147,7 @@ class Fault:
     """A stall of a rank: the rank neither computes nor answers, and messages to it wait.
 
     If ``end``, in virtual seconds, is infinite, the rank is dead: messages to it are lost, and its
-    result
+    result is None.
     """
 
     rank: int
@@ -179,11 +179,11 @@ class Network(Generic[T]):
     # ---- the calls of a SimCommunicator ----------------------------------------------------------
 
     def now_of(self, rank: int) -> float:
-        """Return the time at which a rank has finished its work."""
+        """Return the time at which a rank has finished the work charged to it."""
         return max(self.now, self._busy_until[rank])
 
     def charge(self, rank: int, seconds: float) -> None:
-        """Charge a rank with work for some time, which delays everything it does next."""
+        """Charge a rank with work, which delays everything that it does next."""
         self._busy_until[rank] = self.now_of(rank) + seconds
         self.worked[rank] += seconds
 
@@ -199,7 +199,7 @@ class Network(Generic[T]):
         """Send a copy of ``payload`` once the source's work is done."""
         operation = SimOperation("send to rank", dest, phase)
         weight = weight or Weight(payload.numel())
-        # the payload is copied, because the sender may change its buffer once the operation is done
+        # copy the payload, because the sender may change its buffer once the operation is done
         message = Message((source, dest, tag), payload.clone(), phase, weight, operation)
         ready = self._busy_until[source]
         if ready > self.now:
@@ -221,17 +221,17 @@ class Network(Generic[T]):
         return operation
 
     def serve(self, rank: int, tag: int, callback: Callable[[int, Tensor], None]) -> None:
-        """Register a callback of source and payload for all messages to a rank on a channel."""
+        """Register ``callback(source, payload)`` for all messages to a rank on a channel."""
         self._served[rank, tag] = callback
 
     def at(self, rank: int, time: float, event: Callable[[], None]) -> None:
-        """Run a callback on a rank at a given time, or once a fault that stalls the rank then is over."""
+        """Run a callback on a rank at a given time, or, if a fault stalls the rank then, at its end."""
         self._at(time, self._happen, (rank, event))
 
     # ---- the event loop --------------------------------------------------------------------------
 
     def run(self, programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]:
-        """Run one coroutine per rank to its end; return their results in rank order."""
+        """Run one coroutine per rank to its end; return the results in rank order."""
         mains = [self.start(rank, program, main=True) for rank, program in enumerate(programs)]
         self._open = len(mains)
         for fault in self.faults:
@@ -250,8 +250,8 @@ class Network(Generic[T]):
                 self.now, _, event, argument = heapq.heappop(events)
                 event(argument)
         finally:
-            # tasks are closed even after a deadlock; otherwise the ``finally`` blocks of open
-            # coroutines would run at some garbage collection
+            # close the tasks even after a deadlock; otherwise the ``finally`` blocks of open coroutines
+            # would run whenever garbage is collected
             for task in self._tasks.values():
                 task.program.close()
         return [task.result for task in mains]
@@ -259,7 +259,7 @@ class Network(Generic[T]):
     def start(
         self, rank: int, program: Coroutine[Operation, None, Any], *, main: bool = False
     ) -> RankTask:
-        """Run another coroutine of a rank concurrently; its ``end`` is an operation."""
+        """Run another coroutine of a rank concurrently; return its task, whose ``end`` can be awaited."""
         task = RankTask(rank, program, main=main)
         self._tasks[id(task)] = task
         self._ready.append(task)
@@ -279,7 +279,7 @@ class Network(Generic[T]):
             return
         task.resume(task.waits_for.error)
         if task.ended:
-            # a rank's last work takes time as well, before other ranks may see that the rank has ended
+            # a rank's last work takes time as well, before others may see that the rank has ended
             if self._busy_until[rank] > self.now:
                 self._at(self._busy_until[rank], self._end, task)
             else:
@@ -323,8 +323,8 @@ class Network(Generic[T]):
             self._at(until, self._happen, what)
 
     def _at(self, time: float, event: Callable[[Any], object], argument: Any) -> None:
-        # The sequence number orders events at the same time.  Runs thus repeat exactly, and the heap
-        # never has to compare callables
+        # The sequence number orders events at the same time.  So runs repeat exactly, and the heap never
+        # has to compare callables.
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, event, argument))
 
@@ -334,12 +334,12 @@ class Network(Generic[T]):
         source, dest, _ = message.link
         alpha, beta, out, message.into = self.links.route(source, dest)
         message.seconds = seconds = beta * message.weight.nbytes
-        # with unlimited ports a message starts at once, and ports only count traffic
+        # with unlimited ports, a message starts at once, and ports only count traffic
         port = self.sending[out]
         leave = max(self.now, port.free) if self._queued else self.now
         port.occupy(leave, seconds, message.phase, message.weight.nbytes)
-        # cut-through: the message reaches the other port alpha after its first byte left, so an idle pair
-        # of ports takes alpha + beta L, not alpha + 2 beta L
+        # cut-through: the message reaches the other port alpha after its first byte has left, so an
+        # idle pair of ports takes alpha + beta L, not alpha + 2 beta L
         self._at(leave + alpha, self._arrive, message)
 
     def _arrive(self, message: Message) -> None:
@@ -358,7 +358,7 @@ class Network(Generic[T]):
         if until is not None and until < math.inf:
             self._at(until, self._deliver, message)
             return
-        # a send to a dead rank completes as well, because its sender does not learn of the death
+        # a send to a dead rank completes as well, because the sender does not learn of the death
         self.complete(message.sent)
         if until is not None:
             return
@@ -373,7 +373,7 @@ class Network(Generic[T]):
         mail, posts = self._mail[link], self._posts.get(link)
         while mail and posts:
             message, (operation, capacity) = mail.popleft(), posts.popleft()
-            # this is an error of the receiver, raised at its await as with sockets
+            # this is the receiver's error, raised at its await as with sockets
             if message.payload.numel() > capacity:
                 operation.error = ConfigurationError(
                     f"rank {link[1]} posted {capacity} bytes for a {operation.what}, "
@@ -397,7 +397,7 @@ class Network(Generic[T]):
 
 
 def _who_waits(tasks: Iterable[RankTask]) -> str:
-    """List which rank waits for which operation (at most eight of them)."""
+    """List which rank waits for which operation (at most eight ranks)."""
     waiting = sorted(((t.rank, t.waits_for.what) for t in tasks), key=lambda w: w[0])
     lines = [f"rank {rank} waits for {what}" for rank, what in waiting[:8]]
     more = len(waiting) - len(lines)

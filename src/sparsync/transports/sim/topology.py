@@ -1,7 +1,8 @@
 """Describe simulated networks: how long a message takes, and which ports it uses.
 
-A *port* carries one message after the other.  Every rank has one for sending and one for receiving; the
-ranks of a node share those of its network card.  With ``ports="unlimited"`` no message waits for a port.
+A *port* carries one message at a time.  Every rank has a port for sending and another for receiving; the
+ranks of a node share the two ports of its network card.  With ``ports="unlimited"``, no message waits
+for a port.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Topology(ABC):
 class Links(Topology):
     """A network in which all ranks are alike, each with a separate link."""
 
-    # the latency in s per message, of a switched Ethernet hop with the kernel's stack
+    # latency in s per message, that of a switched Ethernet hop with the kernel's network stack
     alpha: float = 50e-6
     beta: float = 8e-9  # s per byte, on each port: 1 Gbit/s
     gamma: float = 0.0  # s per byte reduced
@@ -74,7 +75,7 @@ class TwoLevel(Topology):
         ranks_per_node: number of consecutive ranks on a node.
         inner: links between ranks of a node, each with separate ports.
         outer: links between nodes; all messages that leave a node share one port, and all that enter it
-            another.  Its gamma and ``ports`` apply to the whole network.
+            share another.  Its gamma and ``ports`` apply to the whole network.
 
     Example:
         >>> two = TwoLevel(4, inner=Links(2e-6, 1e-11), outer=Links(20e-6, 8e-10))
@@ -95,7 +96,7 @@ class TwoLevel(Topology):
         object.__setattr__(self, "ports", self.outer.ports)
 
     def route(self, source: int, dest: int) -> Route:
-        """Return the inner link if both are on one node, otherwise the outer link between their cards."""
+        """Return the inner link if both ranks are on one node, otherwise the link between their nodes."""
         home, away = source // self.ranks_per_node, dest // self.ranks_per_node
         if home == away:
             return Route(self.inner.alpha, self.inner.beta, source, dest)

@@ -26,17 +26,17 @@ __all__ = ["Prices", "SimCommunicator", "Simulation", "simulate"]
 T = TypeVar("T")
 
 _ACTOR_TAG = 2**31  # a channel that no unit of a model uses
-# This many new objects may appear between two collections, because many messages are in flight and
-# none of them is garbage.
+# Objects that may be created between two garbage collections.  The number is large because many messages
+# are in flight, and none of them is garbage.
 _YOUNG = 100_000
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Costs of messages besides the network: packing and unpacking."""
+    """Costs of messages apart from the network: packing and unpacking."""
 
     weigh: Callable[[Tensor, Framing], Weight]  # returns the size charged for a message
-    # seconds per entry for the rank that creates a message, but not for one that forwards it
+    # s per entry, charged to the rank that creates a message but not to ranks that forward it
     encode: float = 0.0
     decode: float = 0.0  # s per entry, for every rank that receives it: to unpack and to sum
     gamma: float = 0.0  # s per byte of dense sums, instead of the network's
@@ -49,8 +49,7 @@ class SimCommunicator(Communicator):
     def __init__(self, rank: int, network: Network[Any], prices: Prices | None = None) -> None:
         super().__init__(rank, network.world_size, torch.device("cpu"))
         self.network, self.prices = network, prices
-        # the last packed payload is remembered, because it may go to several ranks but is charged
-        # once
+        # remember the last packed payload: it may go to several ranks, but is charged only once
         self._packed: Tensor | None = None
         self._passes_on = False
 
@@ -62,20 +61,20 @@ class SimCommunicator(Communicator):
     async def compute(self, seconds: float) -> None:
         """Compute for ``seconds`` of virtual time.
 
-        Work that other coroutines of this rank charge meanwhile comes first, and delays the end.
+        If other coroutines of this rank charge work meanwhile, that work comes first and delays the end.
         """
         if not seconds >= 0:
             raise ConfigurationError(f"compute: {seconds} s cannot pass; give seconds >= 0")
         end, worked = self.now + seconds, self.network.worked
-        # a rank has one processor, so the end moves by all work charged during this wait, and then by the
-        # work charged during that extension
+        # a rank has one processor: work that is charged during this wait moves the end, and so does work
+        # that is charged during the extension
         while end > self.now:
             before = worked[self.rank]
             await self.network.until(end, f"{seconds} s of computation")
             end += worked[self.rank] - before
 
     def charge(self, stage: str, seconds: float) -> None:
-        """Charge this rank with work, booked under a stage, which delays everything it does next."""
+        """Charge this rank with work, which delays everything it does next; book it under a stage."""
         if seconds > 0:
             self.network.charge(self.rank, seconds)
             self.ledger.spent(stage, seconds)
@@ -93,7 +92,7 @@ class SimCommunicator(Communicator):
         return Finished()
 
     def spawn(self, program: Coroutine[Operation, None, Any]) -> Operation:
-        """Run another coroutine of this rank concurrently; await the operation for its end."""
+        """Run another coroutine of this rank concurrently; return an operation that ends with it."""
         return self.network.start(self.rank, program).end
 
     def host(self, actor: Actor) -> Host:
@@ -110,7 +109,7 @@ class SimCommunicator(Communicator):
         return self.network.send(self.rank, dest, payload, phase, self.tag, weight)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Post a receive; it is booked in the ledger when awaited."""
+        """Post a receive, which is booked in the ledger when awaited."""
         receive = _Receive("message from rank", source, phase)
         receive.comm = self
         self.network.receive(receive, (source, self.rank, self.tag), capacity)
@@ -127,7 +126,7 @@ class SimCommunicator(Communicator):
     ) -> list[Tensor]:
         """Collect one message per rank; this rank packs only its own, and forwards the others."""
         handle = self
-        # on a copy of the handle, because other coroutines of this rank may send their own messages
+        # use a copy of the handle, because other coroutines of this rank may send their own messages
         if self.prices is not None and self.world_size > 1:
             self._pack(payload, self.prices.weigh(payload, framing))
             handle = copy.copy(self)
@@ -142,7 +141,7 @@ class SimCommunicator(Communicator):
 
 
 class _Receive(SimOperation):
-    """A receive that enters the ledger of ``comm`` when awaited."""
+    """A receive that is booked in the ledger of ``comm`` when awaited."""
 
     comm: SimCommunicator
     booked = False
@@ -151,8 +150,8 @@ class _Receive(SimOperation):
         yield from super().__await__()
         if not self.booked:
             self.booked = True
-            # the work is booked at the await rather than on arrival, because the rank unpacks a
-            # message when it gets to it
+            # book the work at the await rather than on arrival: a rank unpacks a message when it gets
+            # to it
             comm = self.comm
             comm.ledger.received(self.phase, self.result.numel())
             if comm.prices is not None:
@@ -200,7 +199,7 @@ class _SimHost(Host):
 
     def _plan(self) -> None:
         # ``due`` may have moved to a later time since a tick was planned; a tick that comes too early
-        # plans another one
+        # plans the next one
         due = self._actor.due
         if due is not None and due != self._planned:
             self._planned = due
@@ -220,8 +219,8 @@ class Simulation(Generic[T]):
 
     Attributes:
         results: the value that each rank returned, in rank order.
-        seconds: virtual time from the start to the last rank's end.
-        ledgers: of all ranks, in rank order.
+        seconds: virtual time from the start until the last rank has ended.
+        ledgers: the ledgers of all ranks, in rank order.
         sending: bytes and seconds of each sending port, by phase.
         receiving: the same for each receiving port.
     """
@@ -251,7 +250,7 @@ def simulate(
         prices: costs of packing and unpacking messages; None if both are free.
 
     Raises:
-        DeadlockError: ranks wait for each other; the message says which rank waits for which, in
+        DeadlockError: ranks wait for each other; the message says which rank waits for which, and in
             which phase.
 
     Cost: 20 to 40 microseconds per message.
@@ -279,7 +278,7 @@ def simulate(
 
 @contextmanager
 def _fewer_collections() -> Iterator[None]:
-    """Collect garbage in cycles less often, because that took a third of the time."""
+    """Collect cyclic garbage less often, because collections took a third of the time."""
     young, *older = gc.get_threshold()
     # a threshold of 0 means that the caller has disabled collection
     gc.set_threshold(max(young, _YOUNG) if young else 0, *older)

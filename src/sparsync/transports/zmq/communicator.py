@@ -43,7 +43,7 @@ from sparsync.transports.zmq.peers import Link, Parcel, host_and_port, resolved
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
 
 _MEMORY_TICK: Final = (
-    0.002  # seconds between checks for arrivals while a payload is still being read
+    0.002  # seconds between checks for arrivals while ZeroMQ is still reading a payload
 )
 
 
@@ -52,9 +52,9 @@ class ZmqCommunicator(Communicator):
     """One rank of a group that communicates over ZeroMQ.
 
     Every rank binds one incoming socket and opens a link to every other rank.  Only one thread at a
-    time may use a communicator and its channels (hand them over with a lock or a queue, never
-    during a call); ZeroMQ's own threads move the bytes in the meantime.  A communicator does not
-    survive a fork.  Close it, or leave its ``with`` block, to have the last messages delivered.
+    time may use a communicator and its channels (hand them over with a lock or a queue, never during a
+    call); meanwhile, ZeroMQ's own threads move the bytes.  A communicator does not survive a fork.
+    Close it, or leave its ``with`` block, so that the last messages are delivered.
 
     Args:
         rank: this rank, in ``[0, world_size)``.
@@ -62,20 +62,20 @@ class ZmqCommunicator(Communicator):
         store: where the ranks publish their addresses: any ``torch.distributed`` store, or another
             communicator of the same ranks.
         interface: the IP address or the name of the only interface to bind.  Default:
-            ``GLOO_SOCKET_IFNAME``, or the one that leads to the store's host or to rank 0's.
+            ``GLOO_SOCKET_IFNAME``, or the interface on the route to the store's host or rank 0's.
         port_range: first and last port that may be bound, for firewalls: a rank takes one, and another
-            for actors.  Default: any free port.
-        advertise: the address by which the others reach this rank, if it is not the interface's, e.g. of
-            a static NAT that forwards ``port_range`` to this machine.
+            one for actors.  Default: any free port.
+        advertise: the address at which the others reach this rank if it is not the interface's, e.g. the
+            address of a static NAT that forwards ``port_range`` to this machine.
         timeout: seconds that any wait may take before it fails with an error; a rank may stall for as
             long.
         connect_timeout: seconds that opening the connections between ranks may take.
-        curve_keys: directory of ``make_curve_keys``.  Messages are encrypted, and only ranks with a
-            listed key may connect, each under its own number.  With None, messages are not
+        curve_keys: a directory written by ``make_curve_keys``.  Messages are encrypted, and only ranks
+            with a listed key may connect, each under its own number.  With None, messages are not
             encrypted, and each rank has a random password; anybody who listens on the network can
             read both, so only use trusted networks.
-        changing: the group may change (see ``regroup``).  ``curve_keys`` then has a single secret
-            key, that of this rank, or is the file of that key.
+        changing: the group may change (see ``regroup``).  ``curve_keys`` is then a directory with a
+            single secret key, this rank's, or the file of that key.
 
     Attributes:
         dropped: refused messages, counted by reason (malformed, of another job, ...).
@@ -123,12 +123,12 @@ class ZmqCommunicator(Communicator):
         }
 
         opened = list[Mesh]()
-        # this call is collective, and therefore not in ``ready``, which ends early on a rank with
-        # an error
+        # call this here rather than in ``ready``: it is collective, and ``ready`` ends early on a rank
+        # with an error
         meeting = host_of_rank_0(store) if isinstance(store, Communicator) else store
 
         def ready() -> dict[str, Any]:
-            """Listen; if that fails, the error is reported to all ranks when they meet."""
+            """Start to listen; if that fails, all ranks learn of the error when they meet."""
             keys = None
             if curve_keys:
                 every = (curve_keys, rank, world_size)
@@ -146,7 +146,7 @@ class ZmqCommunicator(Communicator):
             )
             opened.append(mesh)
             # Every rank draws a number, and all use rank 0's.  Messages of a former job on the same ports
-            # have a different number, and are refused
+            # have a different number and are refused.
             job = secrets.randbits(63)
             card = {"endpoint": mesh.endpoint, "encrypted": keys is not None, "job": job}
             far = {family_of(text)[-1] for one in own_interfaces() for text in one.far_addresses}
@@ -167,11 +167,11 @@ class ZmqCommunicator(Communicator):
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
         """Become a rank of another group; receives in the former group end with an error.
 
-        Sends to ranks that are gone also fail; other sends that wait for room end at their
-        deadline.  Sockets are kept: only links to new ranks are opened, and links to former ranks
-        are closed.  Messages of the new group that arrived early are kept.  Channels must be
-        created again.  An endpoint is the ``mesh.endpoint`` of a rank: its address, a blank and its
-        password; with keys, its address, a blank and its public key.
+        Sends to ranks that are gone also fail; other sends that wait for room end at their deadline.
+        The sockets stay: only links to new ranks are opened, and links to former ranks are closed.
+        Messages of the new group that arrived early are kept.  Channels must be created again.  An
+        endpoint is the ``mesh.endpoint`` of a rank: its address, a blank and its password or, with keys,
+        its public key.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)
@@ -210,14 +210,14 @@ class ZmqCommunicator(Communicator):
                     "send it in parts, a model in more units"
                 )
             link = mesh.links[dest]
-            # the receiver checks the sequence numbers of a link and channel: a gap means a lost message,
-            # which ZeroMQ would not report
+            # The receiver checks the sequence numbers of a link and channel: a gap means a lost message,
+            # which ZeroMQ would not report.
             flags = APART if length > limits.INLINE else 0
             sequence = link.next_sequence(self.tag)
             facts = self.rank, mesh.job, self.tag, number, ledger.step, local, sequence, length
             header = Header(flags, *facts).pack()
-            # Often all ranks get the same payload.  Header and payload are then joined once, in frames
-            # shared by the copies; each copy has its own state
+            # All ranks often get the same payload.  Header and payload are then joined once, in frames
+            # that the copies share; each copy has its own state.
             if last is None or payload is not last[1] or header != last[0]:
                 last = header, payload, Parcel(header, payload)
             parcel = copy.copy(last[2])
@@ -234,10 +234,10 @@ class ZmqCommunicator(Communicator):
         return self._receive({source: capacity}, phase, framing)
 
     def irecv_any(self, capacity: int, phase: str, framing: Framing) -> Receive:
-        """Receive the first message on this channel, from any rank and of any step.
+        """Receive the first message on this channel, from any rank and in any step.
 
-        Once the operation is done, its ``source`` is the sender's rank.  Use a separate channel for these
-        messages.
+        Once the operation is done, its ``source`` is the sender's rank.  Use a separate channel for
+        such messages.
         """
         if self.world_size == 1:
             raise ConfigurationError(
@@ -258,11 +258,11 @@ class ZmqCommunicator(Communicator):
     async def alltoallv(
         self, payloads: Sequence[Tensor], capacities: Sequence[int], phase: str, framing: Framing
     ) -> list[Tensor]:
-        """Send to all, with rotated destinations, then receive in any order, as one operation.
+        """Send to all ranks, with rotated destinations, then receive in any order, as one operation.
 
-        Messages of one operation are polled together, which costs less than a turn for each (see
-        ``Mesh.advance``).  The messages equal those of ``Communicator.alltoallv``, so a rank may call one
-        of the two and its peers the other.
+        The messages of one operation are polled together, which costs less than one turn per message
+        (see ``Mesh.advance``).  They equal the messages of ``Communicator.alltoallv``, so a rank may call
+        one of the two and its peers the other.
         """
         rank, world_size = self.rank, self.world_size
         around = [(rank + shift) % world_size for shift in range(1, world_size)]
@@ -301,7 +301,7 @@ class ZmqCommunicator(Communicator):
 
 
 class _Wait(Operation):
-    """An operation whose wait drives the progress of all others.
+    """An operation that drives the progress of all others while it waits.
 
     Its deadline counts from the first wait.  If the length of the payload is known, the deadline is
     extended by one second per MiB.
@@ -309,7 +309,7 @@ class _Wait(Operation):
 
     def __init__(self, mesh: Mesh, timeout: float, nbytes: int) -> None:
         self.mesh = mesh
-        # every link is expected to carry at least 1 MiB/s: a long payload is no reason to give up
+        # expect every link to carry at least 1 MiB/s: a long payload is no reason to give up
         self.timeout = timeout + nbytes // limits.PIECE
         self.deadline: float | None = None
 
@@ -321,8 +321,8 @@ class _Wait(Operation):
     def begin(self, seconds: float) -> float:
         """Return the time at which a poll that may wait ``seconds`` must return."""
         now = time.monotonic()
-        # an operation that is only polled has no deadline yet: with several in flight, only the oldest is
-        # waited for
+        # an operation that is only polled has no deadline yet: with several in flight, only the oldest
+        # one is waited for
         if seconds > 0 and self.deadline is None:
             self.deadline = now + self.timeout
         return now + seconds
@@ -331,10 +331,10 @@ class _Wait(Operation):
         """Raise an error after the deadline.
 
         The error says whether the peer was reached at all, and which messages and connections were
-        refused: a wrong key or version shows up there.
+        refused, because that reveals a wrong key or version.
 
         Args:
-            now: on the monotonic clock.
+            now: time on the monotonic clock.
             where: describes the operation.
             peer: the awaited rank, or None for any rank.
         """
@@ -358,7 +358,7 @@ class _Send(_Wait):
         self.link, self.parcel, self.where = link, parcel, f"rank {mesh.rank}, {where}"
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; messages arriving meanwhile are received."""
+        """Wait at most ``seconds``, and receive the messages that arrive meanwhile."""
         until = self.begin(seconds)
         while not self._settled():
             now = time.monotonic()
@@ -368,8 +368,8 @@ class _Send(_Wait):
                 self.mesh.advance(until - now)
             else:
                 # ZeroMQ has accepted the message and is reading the payload's memory.  Its tracker cannot
-                # be polled together with sockets, so this wait is short, and incoming messages are
-                # received in between
+                # be polled together with sockets, so wait only briefly, and receive incoming messages in
+                # between.
                 try:
                     self.parcel.tracker.wait(max(min(until - now, _MEMORY_TICK), 0.0))
                 except zmq.NotDone:
@@ -387,7 +387,7 @@ class _Send(_Wait):
 
 @final
 class Receive(_Wait):
-    """One or several receives that may end in any order; the result is the payload of the first."""
+    """One or more receives that may end in any order; the result is the payload of the first one."""
 
     def __init__(self, claims: Sequence[Claim], mesh: Mesh, ledger: Ledger, timeout: float) -> None:
         super().__init__(mesh, timeout, sum(claim.capacity for claim in claims if claim.exact))
@@ -406,11 +406,11 @@ class Receive(_Wait):
     def poll(self, seconds: float) -> bool:
         """Wait at most ``seconds``; return early if another operation has received its message.
 
-        So the driver of several operations can continue with that operation.
+        A driver of several operations can then continue with that one.
         """
         if not self._settled():
             mailboxes = self.mesh.mailboxes
-            # constant while only own messages arrive
+            # this sum is constant while only messages for this operation arrive
             others = mailboxes.handed + len(self._waiting)
             until = self.begin(seconds)
             now = until - seconds
@@ -446,15 +446,15 @@ class Receive(_Wait):
 
 
 def _staged(payload: Tensor) -> Tensor:
-    """Return the payload in host memory; it leaves CUDA through pinned memory, which torch reuses.
+    """Return the payload in host memory; CUDA payloads pass through pinned memory, which torch reuses.
 
-    Only this payload's stream is synchronised, not the device.
+    Only the payload's stream is synchronised, not the device.
     """
     if payload.device.type == "cpu":
         return payload
     pinned = torch.empty_like(payload, device="cpu", pin_memory=payload.is_cuda)
     pinned.copy_(payload, non_blocking=True)
-    # the copy is only queued, and ZeroMQ would otherwise read the memory too early
+    # without a synchronisation, ZeroMQ would read the memory before the queued copy has run
     if payload.is_cuda:
         torch.cuda.current_stream(payload.device).synchronize()
     return pinned
@@ -483,8 +483,8 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
                 "resolve, or an "
                 "IP address"
             ) from error
-    # if the hosts file maps a host name to 127.0.1.1, one rank would bind the loopback interface, where
-    # ranks of other machines could not reach it
+    # if the hosts file maps a host name to 127.0.1.1, a rank would bind the loopback interface, where
+    # ranks of other machines cannot reach it
     places = ["loopback" if local else "reachable" for local in near]
     told = ", ".join(f"rank {peer} {address}" for peer, address in enumerate(addresses))
     for what, values, cure in (
@@ -504,16 +504,17 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
 def _check_reachable(
     rank: int, addresses: Sequence[str], reach: Sequence[tuple[str, str, bool]]
 ) -> None:
-    """Refuse an address that ranks of another network cannot reach; all ranks refuse the same one.
+    """Refuse an address that ranks on another network cannot reach; all ranks refuse the same one.
 
     Args:
         rank: this rank.
         addresses: where each rank listens.
-        reach: of each rank, its network (see ``rendezvous.network``), the families of its addresses
-            ("4", "6" or "46"), and whether the address is ``advertise=``, perhaps another machine's.
+        reach: for each rank, its network (see ``rendezvous.network``), the families of its addresses
+            ("4", "6" or "46"), and whether its address comes from ``advertise=`` and so may belong to
+            another machine.
     """
     owners = dict[str, int]()
-    # one rank per network; ranks of a network have the same interfaces
+    # one rank represents its network, because the ranks of a network have the same interfaces
     others = {place: peer for peer, (place, _, _) in reversed([*enumerate(reach)])}
     for peer, (address, (place, _, advertised)) in enumerate(zip(addresses, reach, strict=True)):
         if advertised:
@@ -541,9 +542,9 @@ def _check_reachable(
 def host_over(
     actor: Actor, comm: Communicator, store: Store | Communicator, **options: Any
 ) -> Host:
-    """Run an actor over a mesh of the ranks of ``comm``, of any transport; this is collective.
+    """Run an actor over a mesh of the ranks of ``comm``, whatever its transport; this is collective.
 
-    The ranks meet in ``store``.  The timeout is that of ``comm``, and ``options`` are for
+    The ranks meet in ``store``.  The timeout is that of ``comm``; ``options`` are passed to
     ``ZmqCommunicator``.
     """
     if comm.world_size == 1:

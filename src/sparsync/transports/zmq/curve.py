@@ -39,10 +39,10 @@ class CurveKeys:
     public: bytes
     secret: bytes = field(repr=False)
     publics: Sequence[bytes]  # public keys of the ranks of the group
-    listed: Sequence[bytes]  # public keys of all who may connect
+    listed: Sequence[bytes]  # public keys of all peers that may connect
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
-        """Make a socket, not bound yet, accept only listed keys."""
+        """Make a socket that is not bound yet accept only listed keys."""
         socket.curve_server, socket.curve_secretkey = True, self.secret
         return Doorkeeper(socket.context, lambda request: curve_user(request, self.listed))
 
@@ -55,11 +55,11 @@ class CurveKeys:
 @final
 @dataclass(frozen=True)
 class Password:
-    """The guard if there are no keys: a rank's random word, which its group gets with its address.
+    """The guard used without keys: a rank's random word, which its group gets along with its address.
 
     The word keeps strangers out before ZeroMQ accepts a message from them.  That matters because
-    ZeroMQ collects all parts of a message, however many there are, before this process sees the
-    first.  The word is not encrypted, so it does not stop anybody who listens on the network.
+    ZeroMQ collects all parts of a message, however many there are, before this process sees the first
+    one.  The word is not encrypted, so it does not stop anybody who listens on the network.
     """
 
     word: bytes = field(default_factory=lambda: secrets.token_hex(16).encode(), repr=False)
@@ -70,8 +70,8 @@ class Password:
         return Doorkeeper(socket.context, lambda request: plain_user(request, self.word))
 
     def show(self, socket: zmq.Socket[Any]) -> None:
-        """Make a socket, not connected yet, present the word."""
-        # ZeroMQ refuses an empty password, which an endpoint without a word would give
+        """Make a socket that is not connected yet present the word."""
+        # ZeroMQ refuses an empty password, which an endpoint without a word would yield
         socket.plain_username, socket.plain_password = b"rank", self.word or b"none"
 
 
@@ -81,15 +81,15 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
     Give every rank all ``.key`` files and its own ``.key_secret``, which nobody else may read.
 
     Args:
-        directory: created if missing, readable by its owner only; "." is the current folder.
+        directory: created if missing, readable only by its owner; "." is the current folder.
         ranks: number of ranks of the job.
 
     Returns:
         The public files, in rank order.
 
     Raises:
-        ConfigurationError: keys already exist, ``ranks`` is less than 1, or ``directory`` has no name or
-            cannot be created.
+        ConfigurationError: keys already exist, ``ranks`` is less than 1, or ``directory`` is the empty
+            string or cannot be created.
 
     Example:
         >>> import tempfile
@@ -98,7 +98,7 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
     """
     if ranks < 1:
         raise ConfigurationError(f"ranks is {ranks}; give the number of ranks, at least 1")
-    if directory == "":  # an unset variable: the current folder is no place for secrets
+    if directory == "":  # e.g. from an unset variable; the current folder is no place for secrets
         raise ConfigurationError("the folder for the keys has no name; name one, e.g. keys")
     directory = Path(directory)
     try:
@@ -114,8 +114,8 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
         )
     made = []
     for rank in range(ranks):
-        # pyzmq would create the files with the umask's mode, often readable by all; a file that
-        # exists keeps its mode
+        # create the files first: pyzmq would use the umask's mode, often readable by all, but an
+        # existing file keeps its mode
         (directory / f"rank-{rank}.key_secret").touch(0o600, exist_ok=False)
         public, _ = zmq.auth.create_certificates(directory, f"rank-{rank}")
         made.append(Path(public))
@@ -128,7 +128,7 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
     Raises:
         ConfigurationError: a file is missing or not a certificate, or two ranks share a key.
     """
-    # every rank has its own key, because the key identifies the sender: two ranks with the same key
+    # every rank needs its own key, because the key identifies the sender: two ranks with the same key
     # could impersonate each other
     publics = [_load(Path(directory) / f"rank-{r}.key")[0] for r in range(world_size)]
     public, secret = _load(Path(directory) / f"rank-{rank}.key_secret")
@@ -141,15 +141,14 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
 
 
 def own_curve_keys(place: Path | str) -> CurveKeys:
-    """Read the keys of a rank whose number changes: its own pair, and the public keys of all members.
+    """Read the keys of a rank whose number changes: its own pair, and all members' public keys.
 
     Args:
         place: a folder with the public keys and one secret key, or the file of a secret key in such a
             folder.
 
     Raises:
-        ConfigurationError: it is not clear which secret key is this rank's, or the key has no
-            public one.
+        ConfigurationError: there are several secret keys or none, or no public key fits the secret one.
     """
     place = Path(place)
     secrets = sorted(place.glob("*.key_secret")) if place.is_dir() else [place]
@@ -180,17 +179,17 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 @final
 class Doorkeeper:
-    """Tells ZeroMQ which peers may connect; ``user`` returns the name of a peer, or None.
+    """Tells ZeroMQ which peers may connect; ``user`` returns the name of a peer, or None to refuse it.
 
-    This runs on a separate thread, because connections are made while the rank computes.  The
-    thread ends with the context.
+    This runs on a separate thread, because peers connect while the rank computes.  The thread ends
+    with the context.
     """
 
     def __init__(
         self, context: zmq.Context[Any], user: Callable[[list[bytes]], bytes | None]
     ) -> None:
-        # bound before the socket that it guards: as long as nothing answers at this endpoint, CURVE lets
-        # every key in
+        # bind this before the socket that it guards: as long as nothing answers at this endpoint, CURVE
+        # accepts every key
         socket = context.socket(zmq.REP)
         socket.bind(ZAP_ENDPOINT)
         self.refused = 0
@@ -230,8 +229,8 @@ def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
 
 def plain_user(request: list[bytes], word: bytes) -> bytes | None:
     """Return the name in a ZAP request with the right password."""
-    # the word is compared in constant time, so that the delay of an answer does not reveal how much
-    # of a guess is right
+    # compare in constant time, so that the delay of an answer does not reveal how much of a guess is
+    # right
     if len(request) == 8 and request[5] == b"PLAIN" and hmac.compare_digest(request[7], word):
         return request[6]
     return None

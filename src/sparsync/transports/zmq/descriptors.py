@@ -1,4 +1,4 @@
-"""The number of file descriptors that a mesh needs, and whether this process may open as many."""
+"""The number of file descriptors that a mesh needs, and whether this process may open that many."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["OWN", "PER_PEER", "require_descriptors"]
 
-# descriptors of the context, its threads, the incoming socket, and the socket that authenticates
-# peers
+# descriptors for the context, its threads, the incoming socket, and the socket that authenticates peers
 OWN: Final = 12
-# the descriptors per peer are the link, both ends of its monitor, the outgoing and the incoming
-# connection
+# descriptors per peer: the link, both ends of its monitor, the outgoing and the incoming connection
 PER_PEER: Final = 5
 SPARE: Final = 16  # for files, and for connections opened meanwhile by torch
 
 
 def require_descriptors(rank: int, peers: int, own: int = 0) -> None:
-    """Refuse to open sockets for ``peers`` more ranks, and ``own`` descriptors, beyond the limit.
+    """Refuse to open sockets for ``peers`` more ranks, plus ``own`` descriptors, beyond the limit.
 
-    If ZeroMQ fails to get a descriptor while working, it ends the process.
+    If ZeroMQ cannot get a descriptor while it works, it ends the process.
 
     Raises:
         ConfigurationError: the message states how many descriptors are needed, and the limit.

@@ -29,9 +29,9 @@ _WHOLE: Final = Raw("value", variable=True)
 class ZmqHost(Host):
     """Runs an actor on a daemon thread.
 
-    The rank passes work through a queue and waits for an event.  Neither side holds a lock that the other
-    needs.  A peer whose connection ends is dead; a silent peer is not.  ``comm`` is private to the host,
-    which closes it at the end.
+    The rank passes work through a queue and waits for an event, so neither side holds a lock that the
+    other needs.  A peer is dead when its connection ends, but not when it is silent.  ``comm`` is private
+    to the host, which closes it at the end.
     """
 
     def __init__(self, actor: Actor, comm: Any) -> None:  # a ``ZmqCommunicator``
@@ -58,16 +58,16 @@ class ZmqHost(Host):
     def call(self, function: Callable[[], None]) -> None:
         """Queue a function, and wake the thread."""
         self._calls.append(function)
-        # the call is queued first, because the thread may wake at once.  If the pipe is full,
-        # enough wake-ups are in flight; if the pipe is closed, no thread is left to wake
+        # queue the call first, because the thread may wake at once.  If the pipe is full, enough
+        # wake-ups are in flight; if it is closed, no thread is left to wake.
         with self._lock, suppress(zmq.ZMQError):
             self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
         """Queue a function; the wait ends with an error if the actor fails or the timeout expires."""
         asked = _Asked(where, self._comm.timeout, self._silent)
-        # the wait is listed for the thread before the error is checked, so a failure between the
-        # two also ends the wait
+        # list the wait for the thread before checking for an error, so that a failure in between also
+        # ends the wait
         self._asked = [*(one for one in self._asked if not one.done), asked]
         if self._error is not None:
             asked.end(error=self._error)
@@ -100,8 +100,8 @@ class ZmqHost(Host):
             while not self._closing:
                 self._turn()
         except BaseException as error:
-            # The error is set before the list is read, in the reverse order of ``ask``, so at least
-            # one of the two sees the other's change.
+            # set the error before reading the list: ``ask`` uses the reverse order, so at least one of
+            # the two sees the other's change
             self._error = error
             for asked in self._asked:
                 asked.end(error=error)
@@ -118,7 +118,7 @@ class ZmqHost(Host):
         self._take(_NAP if due is None else min(max(due - self.now, 0.0), _NAP))
         deaths = self._deaths()
         self._gone.update(deaths)
-        # an actor receives the last messages of a dead peer before the news of its death
+        # give the actor the last messages of a dead peer before the news of its death
         while deaths and self._take(0.0):
             pass
         for peer, reason in deaths.items():
@@ -128,14 +128,13 @@ class ZmqHost(Host):
             self._actor.tick()
 
     def _take(self, seconds: float) -> bool:
-        """Give the actor the next message, if one arrives within ``seconds`` and before the next call."""
+        """Give the actor the next message if one arrives within ``seconds`` and before the next call."""
         mesh = self._mesh
         try:
             if self._receive is None:
                 self._receive = self._comm.irecv_any(MAX_MESSAGE, "actor", _WHOLE)
-            # The receive is polled and never waited for, because a wait would have a deadline, and
-            # peers may be silent forever.  The time is spent in ``advance``, which a call ends
-            # early
+            # Poll the receive and never wait for it: a wait would have a deadline, but peers may be
+            # silent forever.  The time is spent in ``advance``, which a call ends early.
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)

@@ -1,4 +1,4 @@
-"""Messages between ranks: their 56-byte header, and the mailboxes that match them with receives."""
+"""Messages between ranks: their 56-byte header, and the mailboxes that match them to receives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ APART: Final = 2  # flag: the payload is in a separate frame
 GIVE_UP: Final = 4  # flag: the sender has stopped waiting; no payload
 NO_LOCAL_STEP: Final = -1
 
-# Phases in which a rank may be while others are in an exchange.  Messages carry phases as numbers,
+# Phases in which other ranks may be while this rank is in an exchange.  Messages carry phases as numbers,
 # and an error can name only the phases that this rank knows.
 _ELSEWHERE: Final = (
     *("agreement", "average", "barrier", "checkpoint", "contributions", "finish", "sentinel"),
@@ -80,7 +80,7 @@ class Header(NamedTuple):
 @final
 @dataclass(eq=False)
 class Claim:
-    """A receive, and its message or its error."""
+    """A posted receive, and its message or its error once it has ended."""
 
     rank: int
     source: int | None  # None: any rank, at any step
@@ -118,17 +118,17 @@ class Mailboxes:
         self._count = 0
 
     def phase_number(self, name: str) -> int:
-        """Return the 32 bits that represent a phase in a header."""
+        """Return the 32-bit number that represents a phase in a header."""
         number = zlib.crc32(name.encode())
         self._phases[number] = name
         return number
 
     def next_sequence(self, source: int, tag: int) -> int:
-        """Return the number that the next message of a source and channel must have."""
+        """Return the number that the next message from this source on this channel must have."""
         return self._expected.get((source, tag), 0)
 
     def deliver(self, header: Header, payload: Tensor) -> bool:
-        """Hand a message to the receive waiting for it, or keep it; False if there is no room."""
+        """Hand a message to the receive that waits for it, or keep it; False if there is no room."""
         # a receive that names the source takes precedence over one from any source
         key, nbytes = (header.source, header.tag), payload.numel()
         waiting = self._waiting.get(key) or self._waiting.get((None, header.tag))
@@ -145,9 +145,9 @@ class Mailboxes:
         return True
 
     def post(self, claim: Claim) -> None:
-        """Give a receive the first message that has arrived for it, or let the receive wait.
+        """Give a receive the first message that has arrived for it, or let it wait.
 
-        Receives that name the source of a message take precedence over those from any source.
+        A receive that names the source of a message takes precedence over one from any source.
         """
         if claim.source is None:
             boxes = [box for (_, tag), box in self._arrived.items() if tag == claim.tag and box]
@@ -164,23 +164,23 @@ class Mailboxes:
             self._waiting.setdefault((claim.source, claim.tag), deque()).append(claim)
 
     def fail(self, source: int | None, reason: str) -> None:
-        """End every receive from this source (or with None, from any source) with an error."""
+        """End every receive from this source with an error; None ends the receives from any source."""
         for (waited, _), waiting in self._waiting.items():
             while waited == source and waiting:
                 claim = waiting.popleft()
                 claim.error = PeerError(f"{claim} will not come: {reason}")
 
     def break_off(self, reason: str) -> None:
-        """End every receive with an error, and later ones whose message has not arrived yet."""
+        """End every receive with an error, including later ones whose message has not arrived yet."""
         self.broken = self.broken or reason
         for source in {source for source, _ in self._waiting}:
             self.fail(source, self.broken)
 
     def _give(self, header: Header, payload: Tensor, claim: Claim) -> None:
-        """End a receive with this message, or with an error if it does not fit."""
+        """End a receive with this message, or with an error if the message does not fit."""
         nbytes = payload.numel()
-        # a message of another call is an error and never kept for later, because ranks that
-        # disagree on the call would sum unrelated values
+        # a message of another call is an error and never kept for later: ranks that disagree on the
+        # call would sum unrelated values
         same_step = header.step == claim.step or claim.source is None
         if header.phase != self.phase_number(claim.phase) or not same_step:
             name = self._phases.get(header.phase)

@@ -1,4 +1,4 @@
-"""The sockets of a rank: an incoming one for all others, a link to each of them, and their progress."""
+"""A rank's sockets: one for incoming messages and a link to every other rank."""
 
 from __future__ import annotations
 
@@ -42,41 +42,41 @@ from sparsync.transports.zmq.peers import (
 __all__ = ["Mesh", "bind", "tcp"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages
-# The same limit, counted from ``abort``.  It is shorter, because the thread whose waits end also
-# takes time, and the process must end within 5 s
+# The same limit, counted from ``abort``.  It is shorter, because the waiting thread also takes time to
+# end, and the process must end within 5 s.
 LINGER_ABORTED: Final = 4.5
-LEAST_LINGER: Final = 1.0  # the minimum in any case
+LEAST_LINGER: Final = 1.0  # minimum that both limits guarantee
 TICK: Final = 0.05  # seconds between checks of connections during a wait
 BUSY: Final = 10  # ticks between checks of connections while messages arrive
-# seconds between losing the link to a rank that was never heard of and giving up on it, because its first
-# message may be in flight
+# Seconds between losing the link to a rank that has sent nothing yet and giving up on it, because its
+# first message may be in flight.
 GRACE: Final = 0.5
-# the same for a rank that was heard of but never reached: it may have closed at once, with its last
-# messages still in flight
+# The same for a rank that has sent messages but was never reached: it may have closed at once, with its
+# last messages still in flight.
 LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = (
-    8192  # bytes that ZeroMQ reads at once; a shorter frame may share its buffer with others
+    8192  # bytes that ZeroMQ reads at once; shorter frames may share a buffer with others
 )
 MAX_UNCLAIMED: Final = 2**31  # limit on bytes of messages that no receive has asked for yet
 MAX_EARLY: Final = 2**26  # limit on bytes of messages of a group that this rank has not joined yet
-# bytes of overhead in memory per message, which matters because many are short
+# memory overhead in bytes per message, which matters because many are short
 PER_MESSAGE: Final = 2**9
 MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # limit on the frames of one message
 HANDSHAKE: Final = 10.0  # seconds in which a connecting peer must identify itself
-STRANGERS: Final = 16  # allowed silent connections, in addition to those of ranks not yet heard of
+STRANGERS: Final = 16  # silent connections allowed in addition to those of ranks not yet heard from
 MOST_MEMBERS: Final = 1024  # limit on the members of a changing group
 
 
 @final
 class _Patience:
-    """How long the last messages may take; separate from the mesh, which no longer exists at exit."""
+    """The time left for the last messages; separate from the mesh, which no longer exists at exit."""
 
     def __init__(self) -> None:
         self.aborted: float | None = None  # on the monotonic clock
 
     def until(self) -> float:
-        """Return the time at which unsent messages are dropped."""
+        """Return the time at which messages that are still unsent are dropped."""
         now = time.monotonic()
         if self.aborted is None:
             return now + LINGER
@@ -124,13 +124,13 @@ class Mesh:
         self._looked = self._next_look = 0.0
 
         require_descriptors(rank, world_size - 1, OWN)
-        # a private context, which no other user of pyzmq in this process can exhaust or terminate
+        # use a private context, which no other user of pyzmq in this process can exhaust or terminate
         context: zmq.Context[Any] = zmq.Context()
         sockets = list[zmq.Socket[Any]]()
         guards = list[Doorkeeper]()
-        # The finalizer is created before any socket: a context with an open socket never terminates, nor
-        # does its process.  It gets the containers, which are filled later, because ``self`` would keep
-        # the mesh alive
+        # Create the finalizer before any socket: a context with an open socket never terminates, and
+        # neither does its process.  It gets the containers, which are filled later, because ``self``
+        # would keep the mesh alive.
         self._patience = _Patience()
         self.close = weakref.finalize(
             self, _close, context, sockets, self.links, guards, self._patience, os.getpid()
@@ -157,13 +157,13 @@ class Mesh:
         sockets: list[zmq.Socket[Any]],
         guards: list[Doorkeeper],
     ) -> None:
-        """Bind the incoming socket behind a guard: ranks must authenticate before they can send."""
+        """Bind the incoming socket behind a guard: peers must authenticate before they can send."""
         address = tcp(interface)
         self.incoming, self._events = watched(
             self.context, zmq.PULL, f"{address}:*", self._timeouts[0], HANDSHAKE
         )
         sockets += self.incoming, self._events
-        # the guard must answer before the socket is bound, or a connection in between would be let in
+        # start the guard before binding, because a peer that connects in between would be let in
         guard: CurveKeys | Password = Password() if self.keys is None else self.keys
         self.doorkeeper = guard.guard(self.incoming)
         guards.append(self.doorkeeper)
@@ -190,13 +190,13 @@ class Mesh:
             self.endpoint = f"{self.address} {guard.word.decode()}"
 
     def connect(self, job: int, endpoints: list[str]) -> None:
-        """Open the missing links, and greet the other ends, so they know this rank."""
+        """Open the missing links and greet all peers, so that they know this rank."""
         self.job, self.endpoints = job, endpoints
         known = {link.endpoint: link for link in self.links.values() if not link.lost}
         closing = [link for link in self.links.values() if link.lost]
         new = [e for rank, e in enumerate(endpoints) if rank != self.rank and e not in known]
         require_descriptors(self.rank, len(new))
-        self.links.clear()  # the same dictionary is kept, because the finalizer closes the links in it
+        self.links.clear()  # keep the dictionary itself, because the finalizer closes the links in it
         try:
             # rotated, so that not all ranks connect to rank 0 first
             for shift in range(1, self.world_size):
@@ -231,8 +231,8 @@ class Mesh:
         for known in (self.lost, self._ranks, self._heard, self._ended):
             known.clear()
         self.connect(job, endpoints)
-        # Members of the new group may have sent before this rank joined, so their messages were
-        # kept; messages of yet another group are kept for later
+        # Members of the new group may have sent messages before this rank joined; these were kept.
+        # Messages of yet another group are kept for later.
         early, self._early, self._early_bytes = self._early or (), deque(), 0
         for _, frames in early:
             self._take(frames)
@@ -248,11 +248,11 @@ class Mesh:
             link.send(Parcel(header, nothing))
 
     def abort(self) -> None:
-        """End the waits of another thread; the caller closes the sockets once these have ended."""
+        """End the waits of another thread; the caller closes the sockets once those have ended."""
         self._aborted = True
         self._patience.aborted = time.monotonic()
-        # the mesh is not closed at exit, because libzmq would abort the process if the other thread
-        # were still running
+        # do not close the mesh at exit, because libzmq would abort the process if the other thread were
+        # still running
         self.close.atexit = False
 
     def check_open(self) -> None:
@@ -271,7 +271,7 @@ class Mesh:
         return {**self.dropped, **{why: count for why, count in connections.items() if count}}
 
     def state_of(self, rank: int) -> str:
-        """Describe the state of a rank that is not reached, or that has not reached this one."""
+        """Describe the state of a rank that is not connected to this one in both directions."""
         link = self.links.get(rank)
         if link is None:  # a channel of a former group is being used
             return f"this group of {self.world_size} has no such rank; make channels again"
@@ -284,8 +284,8 @@ class Mesh:
     def advance(self, seconds: float, expected: int = 1) -> None:
         """Wait at most ``seconds``, and at most two ticks, for an event; handle all events.
 
-        A long wait handles the ``expected`` messages together, because the work between two naps is
-        the greatest cost for a rank that shares its core.
+        A long wait handles the ``expected`` messages together, because for a rank that shares its core,
+        the work between two sleeps costs most.
         """
         if seconds <= 0:
             self.drain()
@@ -296,7 +296,7 @@ class Mesh:
         elif self.incoming.poll(max(round(seconds * 1000), 1)):
             self.drain()
         now = time.monotonic()
-        if self._busy:  # while messages arrive, checks are rarer, because they poll every socket
+        if self._busy:  # check less often while messages arrive, because a check polls every socket
             self._busy = False
             self._next_look = min(now + TICK, self._looked + BUSY * TICK)
         if now >= self._next_look:
@@ -324,12 +324,12 @@ class Mesh:
         self.drain()
 
     def _look(self, now: float) -> None:
-        """Detect deaths: ended connections, and ranks that cannot be reached or never spoke."""
+        """Detect losses: ended connections, and ranks that cannot be reached or never sent anything."""
         self._look_at_incoming()
         for link in self.links.values():
             link.look()
-        # an end is reported after the last message has arrived, so all messages are received first, and
-        # receives that they satisfy do not fail
+        # An end is reported after the last message has arrived.  Receive all messages first, so that
+        # receives that they satisfy do not fail.
         if self._ended or self._altered or self._unreached(now):
             self.drain()
         if self._altered:
@@ -350,10 +350,10 @@ class Mesh:
         self._turn_away(now)
 
     def _unreached(self, now: float) -> dict[int, str]:
-        """Return the ranks to give up on because a connection was not made, with the reasons.
+        """Return the ranks to give up on because they could not be connected, with the reasons.
 
-        If a connection was made, its end is left to the incoming socket, which reports it in order, after
-        the rank's messages.
+        The end of an established connection is left to the incoming socket, which reports it in order,
+        after the rank's messages.
         """
         found, here = dict[int, str](), set(self._ranks.values())
         for rank, link in self.links.items():
@@ -375,8 +375,8 @@ class Mesh:
 
     def _look_at_incoming(self, heard: int | None = None) -> None:
         """Record the events of connections; ``heard`` is the connection of the message just received."""
-        # A rank's first message, and the failure of its second one, may be read at once: when the failure
-        # is judged, the connection has spoken, though it is only recorded afterwards
+        # A rank's first message and the failure of its second one may be read at once.  When the failure
+        # is judged, the connection has already sent a message, although this is recorded only later.
         spoke = {*self._spoke, *(() if heard is None else (heard,))}
         for event, value in happened(self._events):
             if event == zmq.EVENT_ACCEPTED:
@@ -388,8 +388,8 @@ class Mesh:
                 if value in self._ranks:
                     self._ended.add(self._ranks.pop(value))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                # The event does not say whose connection it was.  It is attributed to a stranger as long
-                # as some connection has not spoken, so no stranger can end the job in this way
+                # The event does not say whose connection it was.  It counts as a stranger's as long as
+                # some connection has sent nothing yet, so no stranger can end the job in this way.
                 ranks = self._ranks or heard is not None
                 if ranks and self._connected.keys() <= spoke:
                     self._altered = True
@@ -405,7 +405,7 @@ class Mesh:
 
         ZeroMQ 4.3.5 stops reading such a connection but leaves it open (its event overwrites the error
         number that would close it).  In a changing group, connections are therefore closed here, which
-        informs the other ends; they reconnect in the next group.
+        tells the peers; they reconnect in the next group.
         """
         self._altered = False
         self.mailboxes.break_off(
@@ -416,7 +416,7 @@ class Mesh:
             self._cut(descriptor)
 
     def _turn_away(self, now: float) -> None:
-        """If there are many silent connections, close the oldest of them."""
+        """Close the oldest silent connection if there are too many."""
         most = STRANGERS + self.world_size - 1 - len(self._heard)
         if len(self._connected) - len(self._spoke) > most:
             silent = [
@@ -430,22 +430,22 @@ class Mesh:
     def _cut(self, descriptor: int) -> None:
         """End an incoming connection.
 
-        ZeroMQ has no call for that, but closes a connection that has ended.  So this function ends it in
-        the kernel, through a second descriptor of the same socket.
+        ZeroMQ has no call for this, but closes a connection that has ended.  So shut the connection down
+        in the kernel, through a second descriptor of the same socket.
         """
         try:
             twin = network.socket(fileno=os.dup(descriptor))
         except OSError:
             return  # it has already ended
         with twin, suppress(OSError):
-            # ZeroMQ reports the end of a connection before closing it, and only then can its descriptor
-            # number be reused: if no end has been reported by now, the twin belongs to that connection
+            # ZeroMQ reports the end of a connection before closing it, and its descriptor number can be
+            # reused only after that.  If no end has been reported by now, the twin is that connection.
             self._look_at_incoming()
             if descriptor in self._connected:
                 twin.shutdown(network.SHUT_RDWR)
 
     def lose(self, rank: int, reason: str) -> None:
-        """Give up on a rank; receives from it fail, now and later."""
+        """Give up on a rank; receives from it fail from now on."""
         self.lost.setdefault(rank, f"rank {rank}: {reason}")
         self.mailboxes.fail(rank, self.lost[rank])
 
@@ -474,7 +474,7 @@ class Mesh:
         return frames
 
     def _too_long(self, first: zmq.Frame) -> list[zmq.Frame]:
-        """Drop a message and its sender's connection; nothing else can be received before its end."""
+        """Cut the sender's connection; read and drop the rest of its message."""
         self._look_at_incoming()
         self._cut(first.get(zmq.SRCFD))
         while self.incoming.rcvmore:
@@ -495,8 +495,8 @@ class Mesh:
         frame = frames[0]
         raw = frame.buffer
         header = Header.parse(raw)
-        # all claims of a header are checked, in this order, before the payload is touched; with keys, the
-        # named rank must be the one whose key opened the connection
+        # Check all fields of a header, in this order, before touching the payload.  With keys, the
+        # sender's rank must be the one whose key opened the connection.
         if header.job != self.job and self._early is not None and header.job not in self._past:
             self._spoken(frame)
             size = sum(PER_MESSAGE + len(part.buffer) for part in frames)
@@ -528,8 +528,8 @@ class Mesh:
                 self._deliver(header, _taken(pieces[0]) if len(pieces) == 1 else _joined(pieces))
 
     def _deliver(self, header: Header, payload: Tensor) -> None:
-        # ZeroMQ delivers the messages of a connection in order.  A number that is too high means that a
-        # message was lost; a number that is too low repeats one, or comes from a rank already given up
+        # ZeroMQ delivers the messages of a connection in order.  If a number is too high, a message was
+        # lost; if it is too low, it repeats one, or comes from a rank already given up.
         source = header.source
         due = self.mailboxes.next_sequence(source, header.tag)
         if header.sequence < due or source in self.lost:
@@ -546,7 +546,7 @@ class Mesh:
             )
 
     def _hear(self, source: int, frame: zmq.Frame) -> None:
-        """Record a rank's connection, whose end, reported after its messages, is the rank's end."""
+        """Record a rank's connection; its end, reported after its messages, is the end of the rank."""
         self._heard.add(source)
         descriptor = self._spoken(frame, rank=True)
         if descriptor is not None:
@@ -555,7 +555,7 @@ class Mesh:
             self._ended.add(source)  # it has connected, spoken, and left
 
     def _spoken(self, frame: zmq.Frame, *, rank: bool = False) -> int | None:
-        """Mark a connection as no stranger's; return its file descriptor if it still exists."""
+        """Mark a connection as known; return its file descriptor if it still exists."""
         descriptor: int = frame.get(zmq.SRCFD)
         self._look_at_incoming(descriptor if rank else None)
         if descriptor not in self._connected:
@@ -585,7 +585,7 @@ def bind(socket: zmq.Socket[Any], address: str, port_range: tuple[int, int] | No
 
 
 def _taken(raw: memoryview) -> Tensor:
-    """Return a tensor that uses a frame's memory and keeps it alive, or a copy.
+    """Return a tensor that uses a frame's memory and keeps it alive, or a copy if the frame is short.
 
     A short frame is copied, because ZeroMQ keeps it in a buffer with others that would all stay alive.
     """

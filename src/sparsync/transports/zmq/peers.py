@@ -1,4 +1,4 @@
-"""The outgoing side of a mesh: a socket to each peer, its state, and messages in flight."""
+"""The outgoing side of a mesh: the socket to each peer, its state, and messages in flight."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from sparsync.transports.zmq.curve import CurveKeys, Password
 
 __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "resolved", "watched"]
 
-# Seconds without a sign of life, despite asking for one, after which the other end of a connection counts
-# as dead.  Never less, because ZeroMQ's thread may have to wait for a core
+# Seconds without a sign of life, despite asking for one, after which a connection's other end counts as
+# dead.  The limit is never shorter, because ZeroMQ's thread may have to wait for a core.
 HEARTBEAT: Final = 20.0
-# or this many times ``timeout``, if that is longer: when a rank stalls, the deadline of the wait
-# for this rank must pass first, although the last sign of life came before that wait began
+# The limit is this many times ``timeout``, if that is longer.  If a rank stalls, the deadline of the wait
+# for it must pass first, although the last sign of life came before that wait began.
 PATIENCE: Final = 2.0
-# the seconds between signs of life, because routers and firewalls drop connections that are idle
-# for minutes
+# Seconds between signs of life, because routers and firewalls drop connections that are idle for
+# minutes.
 BEAT: Final = 5.0
 MOST_SECONDS: Final = 2e6  # libzmq stores milliseconds in a 32-bit int
 HIGH_WATER: Final = (
-    64  # messages per link that ZeroMQ queues on either side; beyond that, the sender waits
+    64  # messages per link that ZeroMQ queues on either side; when both are full, the sender waits
 )
 # Payloads up to this many bytes are sent in the header's frame.  This costs a copy but saves a frame that
-# must pass to ZeroMQ's thread and back (``benchmarks/transports.py``: for 57 kB to each of 7 ranks, a
-# second frame took 13 us of the caller and 7 us of that thread; the copy 10 us)
+# must pass to ZeroMQ's thread and back.  For 57 kB to each of 7 ranks, a second frame took 13 us of the
+# caller and 7 us of that thread, and the copy took 10 us (``benchmarks/transports.py``).
 INLINE: Final = 2**17
-# payloads of at least this many bytes are sent directly from the tensor, which costs waking a thread (as
-# long as a memcpy of 1 MiB)
+# Payloads of at least this many bytes are sent directly from the tensor.  This wakes a thread, which
+# takes as long as a memcpy of 1 MiB.
 ZERO_COPY: Final = 2**20
 # Longer payloads are sent in frames of this size.  Every frame is a sign of life, so a payload that takes
-# longer than a heartbeat over a slow link does not look like a death
+# longer than a heartbeat over a slow link does not look like a death.
 PIECE: Final = 2**20
 MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is disconnected
 OVERHEAD: Final = 2**10  # bytes of a frame besides its piece: our header, and that of encryption
-# seconds for a second attempt to connect, which only serves to learn the error that ZeroMQ does not
-# report
+# Seconds for a second attempt to connect, which only serves to learn the error that ZeroMQ does not
+# report.
 PROBE: Final = 0.5
-# if a peer refused what it received, ZeroMQ may report only the end of the connection
+# If a peer refused the bytes that it received, ZeroMQ may report only the end of the connection.
 TAMPERED: Final = ", or bytes were changed on the way, which ends a connection with keys"
 WATCHED: Final = (
     zmq.EVENT_ACCEPTED
@@ -65,7 +65,7 @@ ADVICE: Final = (
 
 @final
 class Parcel:
-    """A message to send: either one frame with header and short payload, or a header and more frames."""
+    """A message to send: one frame with header and short payload, or a header followed by more frames."""
 
     def __init__(self, header: bytes, payload: Tensor) -> None:
         length, view = payload.numel(), payload.contiguous().numpy().data
@@ -107,14 +107,14 @@ class Parcel:
 
 @final
 class Link:
-    """The outgoing socket to one peer; no other process is accepted at the other end.
+    """The outgoing socket to one peer; only that peer's process is accepted at the other end.
 
     Args:
         peer: the rank of the peer.
         endpoint: the peer's address; without keys, followed by a blank and the peer's password.
         keys: this rank's keys, with the peer's public key; None for no encryption.
         timeout: seconds that a wait may take.
-        connect_timeout: seconds that opening may take.
+        connect_timeout: seconds that opening the connection may take.
 
     Attributes:
         opened: the other end has accepted this rank, so a later end is that of an established connection.
@@ -139,8 +139,8 @@ class Link:
         self.by = time.monotonic() + connect_timeout  # the time by which it must be open
         self.queue: deque[Parcel] = deque()  # messages that ZeroMQ has not accepted yet, in order
         self.sequences: Counter[int] = Counter()  # messages sent, by channel
-        # the name is resolved here, because ZeroMQ would not report an unknown name, and all its traffic
-        # would wait during its own lookup
+        # resolve the name here: ZeroMQ would not report an unknown name, and would stop all its traffic
+        # during a lookup
         try:
             address = resolved(self.address)
         except OSError as error:
@@ -159,8 +159,7 @@ class Link:
             raise
 
     def begin(self, peer: int) -> None:
-        """Become the link to this rank of a new group."""
-        # an old link starts afresh, because message numbers start at 0 in each group
+        """Become the link to this rank of a new group; message numbers start at 0 again."""
         self.peer = peer
         self.queue.clear()
         self.sequences.clear()
@@ -172,13 +171,13 @@ class Link:
         self.socket.close(linger=linger)
 
     def leave(self) -> None:
-        """Close the socket and end the waits of senders, because the peer has left this rank's group."""
+        """Close the socket and end the waits of senders, because the peer has left the group."""
         if not self.lost:
             self._lose(f"rank {self.peer} is not in this rank's group any more")
         self.close()
 
     def next_sequence(self, tag: int) -> int:
-        """Return the number of the next message of a channel, and count it."""
+        """Return the number of the next message on a channel, and count that message."""
         self.sequences[tag] += 1
         return self.sequences[tag] - 1
 
@@ -188,22 +187,22 @@ class Link:
             self.queue.append(parcel)
 
     def flush(self) -> None:
-        """Send queued messages, as far as there is room."""
+        """Send queued messages as long as there is room."""
         while self.queue and self.queue[0].send(self.socket):
             self.queue.popleft()
 
     @property
     def state(self) -> str:
-        """A description of a link that is not open; empty if it is open."""
+        """A description of the problem if the link is not open; empty if it is open."""
         if self.lost or self.opened:
             return self.lost
         seen = "the port answers, but lets nobody in" if self._reached else "no answer"
         return f"there is no connection to {self.address} yet ({seen})"
 
     def look(self) -> None:
-        """Detect that the connection was opened, that it has ended, or that it is late."""
+        """Detect whether the connection was opened, has ended, or is late."""
         for event, value in happened(self.events):
-            if self.lost:  # the first reason is kept, because later events follow from it
+            if self.lost:  # keep the first reason, because later events follow from it
                 continue
             if event == zmq.EVENT_CONNECTED:
                 self._reached = True
@@ -273,11 +272,11 @@ def watched(
 ) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
     """Return a socket for one end of connections, and the socket that reports their events.
 
-    Connections are never reopened: a new one after a death would hide it, and the loss of queued
-    messages.
+    Connections are never reopened: a new connection after a death would hide the death, and the loss of
+    queued messages.
 
     Args:
-        context: of both sockets.
+        context: the context of both sockets.
         kind: ``zmq.PUSH`` or ``zmq.PULL``.
         address: determines IPv6 or IPv4.
         timeout: seconds that a wait may take; a rank may stall for as long.
@@ -286,12 +285,11 @@ def watched(
     socket = context.socket(kind)
     socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    # the limit on a frame is checked before memory is allocated, so a frame that claims gigabytes
-    # takes none
+    # a frame's size is checked before memory is allocated, so a frame that claims gigabytes takes none
     socket.maxmsgsize = max(PIECE, INLINE) + OVERHEAD
     socket.reconnect_ivl = -1
     socket.handshake_ivl = _milliseconds(handshake)
-    # each end decides for itself, so neither tells the other when to give up (heartbeat_ttl)
+    # each end decides for itself when to give up, so neither tells the other (heartbeat_ttl)
     socket.heartbeat_timeout = _milliseconds(longest_silence(timeout))
     socket.heartbeat_ivl = _milliseconds(BEAT)
     try:
@@ -302,7 +300,7 @@ def watched(
 
 
 def longest_silence(timeout: float) -> float:
-    """Return the seconds after which a connection without a sign of life counts as dead."""
+    """Return the seconds without a sign of life after which a connection counts as dead."""
     return max(HEARTBEAT, PATIENCE * timeout)
 
 
@@ -318,7 +316,7 @@ def happened(events: zmq.Socket[Any]) -> Iterator[tuple[int, int]]:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split one of ZeroMQ's addresses.
+    """Split a ZeroMQ address into host and port.
 
     Example:
         >>> host_and_port("tcp://[::1]:29600")
@@ -329,7 +327,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def resolved(address: str) -> str:
-    """Return a ZeroMQ address with its host's IP address: the first IPv4 one, if there is any.
+    """Return a ZeroMQ address with its host's IP address, preferably IPv4.
 
     Raises:
         socket.gaierror: the name does not exist.

@@ -23,7 +23,7 @@ from sparsync.errors import ConfigurationError, require
 
 __all__ = ["Shard", "load_rows", "load_shard", "row_range"]
 
-_FORMAT = 2  # version of the cache; raised whenever older blocks would be misread
+_FORMAT = 2  # version of the cache; raise it whenever older blocks would be misread
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Shard:
     first_row: int
     known: tuple[float, ...] = (-1.0, 1.0)  # labels of the file, ascending
     positive: tuple[float, ...] = (1.0,)  # the file's labels that became +1
-    base: int = 0  # the file's number of the first column
+    base: int = 0  # number of the first column in the file
 
 
 def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the contiguous rows `[first, stop)` of a rank; ranks' numbers of rows differ by at most 1.
+    """Return the contiguous rows `[first, stop)` of a rank; the ranks' row counts differ by at most 1.
 
-    With fewer rows than ranks, the last ranks have none.
+    With fewer rows than ranks, the last ranks have no rows.
 
     Raises:
         ConfigurationError: the rank does not exist.
@@ -71,14 +71,14 @@ def load_shard(
 ) -> Shard:
     r"""Load this rank's rows of an svmlight file, which may be plain, ``.gz`` or ``.bz2``.
 
-    Ranks that start together and share the cache parse different blocks; a rank that finds a block
-    missing parses it.  Later runs only read the labels and the blocks of the rank's rows.
+    Ranks that start together and share the cache parse different blocks; if a block is missing, the rank
+    that needs it parses it.  Later runs only read the labels and the blocks of the rank's rows.
 
     Args:
         source: the file.
         rank: this rank.
         world_size: number of ranks; may exceed the number of rows.
-        dimensions: number of columns; default: as many as the file's largest index needs.
+        dimensions: number of columns; default: the largest index in the file determines it.
         cache: folder for the cache; default: ``<source>.cache`` next to the file.
         positive: the label or labels that become +1; all others become -1.  Default: the larger of two.
 
@@ -116,7 +116,7 @@ def load_rows(
         cache: as in ``load_shard``.
 
     Raises:
-        ConfigurationError: the text is malformed, or has a column before the first one.
+        ConfigurationError: the text is malformed, or a column comes before ``base``.
     """
     features, labels, _, _ = _load(Path(source), 0, 1, None, cache, base)
     return features, labels
@@ -130,7 +130,7 @@ def _load(
     cache: Path | None,
     base: int | None,
 ) -> tuple[sparse.csr_matrix, np.ndarray, int, int]:
-    """Return a rank's rows, all labels, the number of the first row, and that of the first column."""
+    """Return a rank's rows, all labels, and the numbers of its first row and of the first column."""
     with _Blocks(path, cache) as blocks:
         spans, found = blocks.complete(rank, world_size)
         lowest, highest = min(low for low, _ in spans), max(high for _, high in spans)
@@ -159,7 +159,7 @@ def _load(
 def _positive(
     labels: np.ndarray, positive: float | Collection[float] | None, path: Path
 ) -> tuple[list[float], list[float]]:
-    """Return the file's labels, and those that become +1."""
+    """Return the labels in the file, and the ones that become +1."""
     known = np.unique(labels).tolist()
     listed = ", ".join(f"{label:g}" for label in known[:10])
     listed += f", ... ({len(known):,} in all)" if len(known) > 10 else ""
@@ -176,10 +176,10 @@ def _positive(
 
 @final
 class _Blocks:
-    """The parsed blocks of a file; block b has the lines that start in its bytes of the text.
+    """The parsed blocks of a file; block b has the lines that start in its part of the text.
 
-    Parsed blocks are cached as NumPy archives, whose members have checksums.  A block is written under
-    another name and renamed when complete.  Its content depends only on the file, so racing ranks write
+    Parsed blocks are cached as NumPy archives, whose members have checksums.  A block is written under a
+    temporary name and renamed when complete.  Its content depends only on the file, so racing ranks write
     the same bytes and need no lock.
     """
 
@@ -199,7 +199,7 @@ class _Blocks:
         self.text = opener(
             path, "rb"
         )  # seeking forward in a compressed file decompresses only once
-        self._next = -1  # block whose lines are next in the text
+        self._next = -1  # block whose lines come next in the text
         self._parsed = False
 
     def __enter__(self) -> _Blocks:
@@ -209,9 +209,9 @@ class _Blocks:
         self.text.close()
 
     def complete(self, rank: int, world_size: int) -> tuple[list[list[int]], list[np.ndarray]]:
-        """Parse the blocks missing in the cache; return each block's index range, and the labels.
+        """Parse the blocks that the cache lacks; return each block's index range, and the labels.
 
-        A rank parses its own share first, then blocks that the next ranks have not parsed by that time.
+        A rank parses its own share first, then any blocks that other ranks have not parsed by then.
         """
         with self._reading(""):
             known = self._cached(0, "size")

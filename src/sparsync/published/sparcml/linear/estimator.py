@@ -37,8 +37,8 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         solver: "sgd" or "scd" (logistic only).
         l1: factor of the L1 penalty.
         l2: factor of the L2 penalty (scikit-learn's SGDClassifier calls it alpha).
-        epochs: passes over the data.
-        fit_intercept: the model has an intercept, not penalised.
+        epochs: number of passes over the data.
+        fit_intercept: whether the model has an intercept; it is not penalised.
         exchange: one of ``sparsync.published.sparcml.presets.EXCHANGES``.
         threads: number of threads on this rank.
         dtype: dtype of weights and exchanged values, "float64" or "float32".
@@ -55,7 +55,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         >>> SparseLinearClassifier().fit(x, y).predict([[1.0, 0.0], [0.0, 1.0]]).tolist()
         ['yes', 'no']
 
-    On P ranks, every rank passes its own rows and all get the same model::
+    On P ranks, each rank passes its own rows and all ranks get the same model::
 
         SparseLinearClassifier().fit(my_rows, my_labels, comm=sparsync.connect())
     """
@@ -89,10 +89,10 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         """Train on this rank's rows `[rows, features]`, sparse or dense, and labels `[rows]`.
 
         Args:
-            X: rows.
-            y: labels.
-            comm: the ranks, each of which calls this method with its own rows; None means a single
-                rank.
+            X: this rank's rows.
+            y: their labels.
+            comm: the communicator; all of its ranks call this method, each with its own rows.  None
+                means a single rank.
 
         Raises:
             ConfigurationError: an invalid option; fewer than two classes.
@@ -118,7 +118,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         if self.solver not in own:
             raise ConfigurationError(f"unknown solver {self.solver!r}; choose sgd or scd")
         models = []
-        for target in targets:  # one class from the rest
+        for target in targets:  # one class against the rest
             problem = Problem(
                 rows,
                 np.where(y == target, 1.0, -1.0),
@@ -146,7 +146,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         return scores.ravel() if len(self.classes_) == 2 else scores
 
     def predict(self, X: Any) -> NDArray[Any]:
-        """Return the class of the highest score, `[rows]`."""
+        """Return the class with the highest score for each row, `[rows]`."""
         scores = self.decision_function(X)
         best = (scores >= 0).astype(np.int64) if scores.ndim == 1 else scores.argmax(axis=1)
         labels: NDArray[Any] = self.classes_[best]
@@ -154,7 +154,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
 
     @available_if(lambda self: self.model == "logistic")  # type: ignore[misc, untyped-decorator, unused-ignore]
     def predict_proba(self, X: Any) -> NDArray[Any]:
-        """Return `[rows, classes]` probabilities; for many classes, normalised one-vs-rest ones."""
+        """Return `[rows, classes]` probabilities; for more than two classes, normalised one-vs-rest."""
         positive = expit(self.decision_function(X))
         if positive.ndim == 1:
             return np.stack([1 - positive, positive], axis=1)
@@ -178,7 +178,7 @@ async def _train(solver: Solver, epochs: int) -> None:
 
 
 async def _all_classes(comm: Communicator, mine: NDArray[Any]) -> NDArray[Any]:
-    """Return the union of the ranks' labels, numbers or strings; `[classes]`, ascending."""
+    """Return the union of the ranks' labels, numbers or strings, in ascending order; `[classes]`."""
     if comm.world_size == 1:
         return mine
     texts = await texts_of(comm, json.dumps(mine.tolist()), "classes")

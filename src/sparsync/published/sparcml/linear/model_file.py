@@ -1,4 +1,4 @@
-"""A trained model in a file: its weights, and the labels and columns that they belong to."""
+"""A trained model in a file: its weights, and the labels and columns to which they belong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LinearModel:
     intercept: float
     labels: tuple[float, ...] = (-1.0, 1.0)  # labels of the training file, ascending
     positive: tuple[float, ...] = (1.0,)  # the labels that were trained as +1
-    base: int = 0  # the file's number of the first column
+    base: int = 0  # number of the first column in the file
 
     @staticmethod
     def of(weights: Weights, **meaning: Any) -> LinearModel:
@@ -47,14 +47,14 @@ class LinearModel:
 
     @property
     def classes(self) -> tuple[float, float]:
-        """The labels for a negative and a positive score, or -1 and +1 if a class had several labels."""
+        """The labels for negative and positive scores, or -1 and +1 if a class had several labels."""
         if len(self.labels) == 2 and len(self.positive) == 1:
             (negative,) = set(self.labels) - set(self.positive)
             return negative, self.positive[0]
         return -1.0, 1.0
 
     def scores(self, rows: csr_matrix) -> Floats:
-        """Return ``rows w + intercept``, `[rows]`; columns beyond the model's are ignored."""
+        """Return ``rows w + intercept``, `[rows]`; columns that the model does not have are ignored."""
         fitting = csr_matrix(rows)
         if fitting.shape[1] != len(self.weights):
             fitting = fitting.copy()

@@ -51,7 +51,7 @@ _COMPACT = 30  # columns per stored element above which sorting is faster than d
 
 @dataclass(frozen=True)
 class Loss:
-    """A convex loss of the margin ``y f(x)``; maps `[m]` margins to `[m]` numbers.
+    """A convex loss as a function of the margin ``y f(x)``; maps `[m]` margins to `[m]` numbers.
 
     Example:
         >>> logistic, hinge = LOSSES["logistic"], LOSSES["svm"]
@@ -77,7 +77,7 @@ LOSSES: MappingProxyType[str, Loss] = MappingProxyType(
 
 
 def soft(values: Floats, threshold: Floats | float) -> Floats:
-    """Pull values towards zero by ``threshold``; values that would cross zero are exactly zero.
+    """Move values towards zero by ``threshold``; values that would cross zero become exactly zero.
 
     Example:
         >>> soft(np.array([3.0, -0.5, -2.0]), 1.0).tolist()
@@ -94,7 +94,7 @@ class Weights(ABC):
     to a weight when a gradient changes it.  A weight that is only *read* is not written back, because
     ranks read different weights and all must hold the same bits.
 
-    Gradients have one element more than the n weights, for the intercept, which is not penalised.
+    Gradients have n + 1 elements for n weights; the last is for the intercept, which is not penalised.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Weights(ABC):
 
     @abstractmethod
     def at(self, indices: Integers | slice) -> Floats:
-        """Return the weights of these indices, `[len(indices)]`."""
+        """Return the weights at these indices, `[len(indices)]`."""
 
     @abstractmethod
     def apply_(self, gradient: Vector, lr: float) -> None:
@@ -124,13 +124,13 @@ class Weights(ABC):
         return self.at(slice(None))
 
     def add_(self, delta: Vector) -> None:
-        """Add to the weights and the intercept without decay."""
+        """Add a vector to the weights and the intercept, without decay."""
         where, values, value = self._parts(delta)
         self._values[where] += values
         self.intercept += value
 
     def _parts(self, vector: Vector) -> tuple[Integers | slice, Floats, float]:
-        """Split into the indices of the weights, their values, and the intercept's element."""
+        """Split a vector into the indices of weights, their values, and the intercept's element."""
         values: Floats = vector.values.numpy()
         if not isinstance(vector, SparseVector):
             return slice(None), values[:-1], float(values[-1])
@@ -145,10 +145,10 @@ class LazyWeights(Weights):
     """Weights that share one learning rate.
 
     They are stored as ``scale * soft(values, shrunk - seen)``: an L2 step only shrinks ``scale``, an L1
-    step only adds to ``shrunk``.  Deferring is exact, because ``soft`` of a after ``soft`` of b is
-    ``soft`` of a + b.
+    step only adds to ``shrunk``.  Deferring penalties is exact, because ``soft`` of a after ``soft`` of b
+    is ``soft`` of a + b.
 
-    Cost: O(nnz) per step, O(n) when the scale is renewed; memory n, with L1 8 n bytes more.
+    Cost: O(nnz) per step, O(n) when the scale is renewed; memory for n weights, with L1 8 n bytes more.
 
     Example:
         >>> weights = LazyWeights(3, np.dtype(np.float64), l2=0.5)
@@ -164,7 +164,7 @@ class LazyWeights(Weights):
         self._seen = np.zeros(size if self.l1 else 0)
 
     def at(self, indices: Integers | slice) -> Floats:
-        """Return the weights of these indices, `[len(indices)]`."""
+        """Return the weights at these indices, `[len(indices)]`."""
         weights: Floats = self._settled(indices) * self.dtype.type(self._scale)
         return weights
 
@@ -202,12 +202,12 @@ class AdaptiveWeights(Weights):
     A weight's rate is ``lr / (length sqrt(sum of squares))``.  The intercept's rate is ``lr / sqrt(sum of
     squares)``, because its column has length 1.  Scores therefore do not depend on the units of the
     features.  A weight's rate is constant while no gradient reaches it, so the m steps that it missed
-    have a closed form: with ``a = 1 - rate l2`` it is ``soft(a^m w, rate l1 (1 + a + ... + a^(m - 1)))``.
+    have a closed form: with ``a = 1 - rate l2``, ``soft(a^m w, rate l1 (1 + a + ... + a^(m - 1)))``.
 
     Attributes:
-        length: length of a row of features, as the root mean square over all rows.
+        length: length of a row of features: the root mean square over all rows.
 
-    Cost: O(nnz) per step; memory 2 n, with a penalty 8 n bytes more.
+    Cost: O(nnz) per step; memory for 2 n weights, with a penalty 8 n bytes more.
 
     Example:
         >>> weights = AdaptiveWeights(3, np.dtype(np.float64))
@@ -222,7 +222,7 @@ class AdaptiveWeights(Weights):
     def __init__(self, size: int, dtype: np.dtype[Any], **penalties: Any) -> None:
         super().__init__(size, dtype, **penalties)
         self.length = 1.0
-        # sums of squares of gradients, and of the intercept's
+        # sums of squared gradients of the weights, and of the intercept
         self._squares, self._square = np.zeros(size, dtype), 0.0
         self._steps, self._lr = 0, 0.0
         self._seen = np.zeros(size if self.l1 or self.l2 else 0, np.int64)  # steps taken
@@ -232,7 +232,7 @@ class AdaptiveWeights(Weights):
         self.length = length
 
     def at(self, indices: Integers | slice) -> Floats:
-        """Return the weights of these indices, `[len(indices)]`."""
+        """Return the weights at these indices, `[len(indices)]`."""
         values: Floats = self._values[indices]
         if not self._seen.size:
             return values
@@ -268,7 +268,7 @@ class AdaptiveWeights(Weights):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An objective and this rank's rows of it, possibly none."""
+    """An objective, and this rank's rows of it, of which there may be none."""
 
     features: csr_matrix  # `[rows, dimensions]`
     labels: Floats  # `[rows]`, -1 or +1
@@ -320,7 +320,7 @@ class Problem:
 
 @final
 class Products:
-    """Multiplies sparse rows on several threads (SciPy releases the GIL meanwhile).
+    """Multiplies sparse rows on several threads, because SciPy releases the GIL meanwhile.
 
     Rows are cut into one block per thread, and the blocks' sums are added in order.  A result depends on
     the number of threads (up to rounding), but never on which thread finishes first.
@@ -337,12 +337,12 @@ class Products:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def scores(self, rows: csr_matrix, weights: Weights) -> Floats:
-        """Return ``rows w + intercept``, `[rows]`; only the weights of stored columns are read."""
+        """Return ``rows w + intercept``, `[rows]`; reads only the weights of stored columns."""
 
         def block(start: int, stop: int) -> Floats:
             part = rows[start:stop]
             stored = np.arange(part.nnz, dtype=part.indices.dtype)
-            # give every stored element its own column, so the product gathers and then adds row by row
+            # give every stored element its own column, so that the product only gathers and adds by row
             gathered = csr_matrix((part.data, stored, part.indptr), (stop - start, part.nnz))
             result: Floats = gathered @ weights.at(part.indices)
             return result
@@ -352,12 +352,12 @@ class Products:
         return scores
 
     def transposed(self, rows: csr_matrix, coefficients: Floats) -> SparseVector:
-        """Return ``rows^T coefficients`` and, as the last element, the coefficients' sum.
+        """Return ``rows^T coefficients`` and, as the last element, the sum of the coefficients.
 
         Columns in which no row has an element are not stored.
 
         Cost: O(nnz + columns), with sums in dense vectors; O(nnz log nnz) if the rows store far fewer
-        elements than there are columns.  Both give the same bits.
+        elements than there are columns.  Both ways give the same bits.
         """
         size, stored = rows.shape[1], None
         if rows.nnz * _COMPACT < size:

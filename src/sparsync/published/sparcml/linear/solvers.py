@@ -1,4 +1,4 @@
-"""SGD and block coordinate descent over ranks, with exchanges as sparse as the data."""
+"""SGD and block coordinate descent over several ranks, with exchanges as sparse as the data."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ __all__ = [
 
 @final
 class DenseSlices(Collective):
-    """Collects every rank's slice (``even_boundaries``) of a vector, dense: the baseline of ``Scd``.
+    """Collects every rank's slice (``even_boundaries``) of a vector, dense: the baseline for ``Scd``.
 
     Cost: ceil(log2 P) messages; n (P - 1) / P words received.   State: none.
     Differs from the paper: nothing.
@@ -80,7 +80,7 @@ class DenseSlices(Collective):
         cuts = even_boundaries(selected.size, comm.world_size)
         lengths = [stop - start for start, stop in pairwise(cuts)]
         dense = selected.to_dense()
-        mine = dense.new_zeros(max(lengths))  # equal lengths need not be announced
+        mine = dense.new_zeros(max(lengths))  # equal lengths need no announcement
         mine[: lengths[comm.rank]] = dense[cuts[comm.rank] : cuts[comm.rank + 1]]
         slices = await comm.allgather(mine, "allgather")
         parts = [part[:length] for part, length in zip(slices, lengths, strict=True)]
@@ -89,8 +89,7 @@ class DenseSlices(Collective):
 
 # ---- shared by the solvers --------------------------------------------------------------------------
 
-# the divisors of the learning rate after t epochs, counted from 0; "adagrad" has one rate per
-# weight instead
+# divisors of the learning rate after t epochs, counted from 0; "adagrad" has one rate per weight instead
 SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
     {
         "adagrad": lambda t: 1.0,
@@ -109,7 +108,7 @@ class Meter:
     Args:
         fence: called before every exchange; waits for the slowest rank, so that waiting does not
             count as communication, and returns the start time.  By default, ranks do not wait.
-        clock: clock for the exchanges; the simulator has its own.
+        clock: the clock for exchanges; the simulator has its own.
     """
 
     def __init__(
@@ -122,19 +121,19 @@ class Meter:
 
     def clear(self) -> None:
         """Start new lists; callers may keep the old ones."""
-        self.computed: list[float] = []  # seconds of every stretch of computation
+        self.computed: list[float] = []  # seconds of every interval of computation
         self.exchanged: list[tuple[str, float, float]] = []  # phase, start and end
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Time a stretch of computation that does not await anything."""
+        """Time an interval of computation that does not await anything."""
         start = time.perf_counter()
         yield
         self.computed.append(time.perf_counter() - start)
 
     @contextmanager
     def exchanging(self, phase: str) -> Iterator[None]:
-        """Time an exchange from the moment when all ranks have arrived."""
+        """Time an exchange from the moment at which all ranks have arrived."""
         start = self.fence()
         yield
         self.exchanged.append((phase, start, self.clock()))
@@ -149,16 +148,16 @@ class Evaluation:
 
 
 class Solver(ABC):
-    """Trains one linear model on the rows of all ranks; every rank must make every call.
+    """Trains a linear model on the rows of all ranks; every rank must make every call.
 
     Args:
         comm: the group.
-        problem: this rank's rows; equal dimensions, model and penalties on all ranks.
+        problem: this rank's rows; dimensions, model and penalties must be equal on all ranks.
         exchange: one of ``sparsync.published.sparcml.presets.EXCHANGES``, in any spelling.
         options: options of the exchange; the solver sets its format and cap.
         products: the threads for matrix products.
         seed: seed for the order of rows or coordinates.
-        steps: maximal number of steps per epoch; None makes a whole pass.
+        steps: maximum number of steps per epoch; None makes a whole pass.
         meter: measures the time.
     """
 
@@ -193,7 +192,7 @@ class Solver(ABC):
         self.step = 0
 
     async def start(self) -> None:
-        """Check that all ranks agree on the problem, and count their rows; this is called once, first.
+        """Check that all ranks agree on the problem, and count their rows; call this first, and once.
 
         Raises:
             PeerError: ranks disagree; the message names the fact and the ranks.
@@ -213,14 +212,14 @@ class Solver(ABC):
 
     @abstractmethod
     async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
-        """Run a 0-based epoch; ``advance`` is called after every step with the number of steps."""
+        """Run a 0-based epoch; call ``advance`` with the number of steps after every step."""
 
     @abstractmethod
     def _whole_pass(self) -> int:
         """Return the number of steps that use every row or coordinate once."""
 
     def _collective(self, dense: Callable[[], Collective], cap: float | None) -> Collective:
-        """Make the collective; it sends at most ``cap * k`` entries, in the shortest exact format."""
+        """Create the collective; it sends at most ``cap * k`` entries, in the shortest exact format."""
         if self.exchange == "dense":
             return dense()
         exact: Codec[SparseVector] = Packed("fp32") if self.problem.dtype == np.float32 else Coo()
@@ -246,7 +245,7 @@ class Solver(ABC):
 
 
 async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> list[float]:
-    """Sum a few numbers in rank order, with the same bits on all ranks and transports."""
+    """Sum a few numbers in rank order, so that all ranks and transports get the same bits."""
     everyone = await comm.allgather(torch.tensor(mine, dtype=torch.float64), phase)
     return torch.stack(everyone).cumsum(0)[-1].tolist()
 
@@ -255,8 +254,7 @@ async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> 
 
 
 _BATCH = 1_000  # rows per rank and step (section 8.2)
-# the least number of steps per epoch, because the paper's data have 50 times as many rows as the
-# trigrams
+# minimum number of steps per epoch, because the paper's data have 50 times as many rows as the trigrams
 _LEAST_STEPS = 100
 
 
@@ -265,29 +263,29 @@ class Sgd(Solver):
     """Minimises by steps ``w -= lr * (mean gradient of all ranks' batches + penalties)``.
 
     A gradient has an element wherever a row of the batch has one.  Nothing is dropped or rounded: with
-    any exchange, the steps equal those of a single rank with the combined batch, up to rounding.  The
-    model is replicated; totals are bit-identical, and therefore so are the replicas.
+    any exchange, the steps equal those of a single rank with the combined batch, up to rounding.  Every
+    rank holds a replica of the model; totals are bit-identical, and so are the replicas.
 
     Args (in addition to those of ``Solver``):
-        batch_size: rows per rank and step; None takes the paper's 1,000, or fewer to get 100 steps
+        batch_size: rows per rank and step; None means the paper's 1,000, or fewer to get 100 steps
             per epoch.
-        lr: initial learning rate.  With "adagrad", None means 1, in units of the scores.  With
-            another schedule, None means the inverse of a bound on the curvature, which guarantees
-            that gradient descent descends, but slowly; well-conditioned data allow more.  The bound
+        lr: initial learning rate.  With "adagrad", None means 1, in units of the scores.  With any
+            other schedule, None means the inverse of a bound on the curvature.  With it, gradient
+            descent is certain to descend, but slowly; well-conditioned data allow more.  The bound
             is ``c (mean |x_i|^2 + intercept) + l2``, where c is the loss's curvature (the hinge has
-            none, and 1 is a choice, not a bound).
-        schedule: one of ``SCHEDULES``, t in epochs; "adagrad" has a rate for every weight, which
+            none; 1 is a choice, not a bound).
+        schedule: one of ``SCHEDULES``, with t in epochs; "adagrad" has a rate for every weight, which
             decreases as its gradients add up (``AdaptiveWeights``).
         staleness: step t uses exactly the totals up to step t - 1 - staleness; an epoch ends with nothing
             in flight.  0 makes it synchronous.
         background: runs exchanges during the computation; with None, each runs when its result is
             needed (always the case in the simulator, whose clock does not charge computation).
-        shuffle: draw a new order of the rows in each epoch; False keeps their stored order.
+        shuffle: whether to draw a new order of the rows in each epoch; False keeps their stored order.
 
     Cost: per step one exchange of the gradient's entries; O(entries of the batch + n).
-    State: weights, step.   Differs from the paper: an intercept, which is not penalised; AdaGrad's rates
-    by default: the paper names no schedule, and in five epochs a constant rate reaches 81 % on trigrams
-    where AdaGrad reaches SCD's 96 % (``docs/linear.md``); asynchronous steps have a fixed delay, which
+    State: weights, step.   Differs from the paper: an intercept, which is not penalised.  AdaGrad's rates
+    by default: the paper names no schedule, and on trigrams, a constant rate reaches 81 % in five epochs
+    where AdaGrad reaches SCD's 96 % (``docs/linear.md``).  Asynchronous steps have a fixed delay, which
     makes runs reproducible (the paper does not state its delay).
 
     References: Renggli et al., SparCML, SC 2019, sections 7 and 8.2 (batches of 1,000 per rank).
@@ -319,7 +317,7 @@ class Sgd(Solver):
             self.weights = problem.weights(AdaptiveWeights)
         self.staleness, self.background = staleness, background
         self.facts = {"batch_size": batch_size, "staleness": staleness, "schedule": (schedule, lr)}
-        # every exchange in flight needs a separate collective and channel
+        # every exchange in flight needs its own collective and channel
         self._slots = [
             (self._collective(Dense, None), comm.channel(comm.tag + i))
             for i in range(staleness + 1)
@@ -328,15 +326,15 @@ class Sgd(Solver):
 
     @property
     def batch_size(self) -> int:
-        """Rows per rank and step; if they were not given, they are known after ``start``."""
+        """Rows per rank and step; unless given, known only after ``start``."""
         return self._batch_size or max(min(_BATCH, max(self.rows) // _LEAST_STEPS), 1)
 
     def _whole_pass(self) -> int:
-        """Return the number of steps of the rank with the most rows."""
+        """Return the number of steps on the rank with the most rows."""
         return -(-max(self.rows) // self.batch_size)
 
     async def start(self) -> None:
-        """Start as any ``Solver``; also measure the rows, and choose a learning rate if none is given."""
+        """Start like any ``Solver``; measure the rows, and choose a learning rate if none is given."""
         await super().start()
         problem, weights = self.problem, self.weights
         if self.lr is not None and not isinstance(weights, AdaptiveWeights):
@@ -375,7 +373,7 @@ class Sgd(Solver):
         return self.products.transposed(batch, slopes)
 
     async def _exchange(self, gradient: SparseVector | None) -> None:
-        """Send a gradient on its way, if there is one; apply the total that is due."""
+        """Start to exchange a gradient, if there is one; apply the total that is due."""
         arrived: Reduced | None = None
         with self.meter.exchanging("gradient"):
             if gradient is not None:
@@ -409,23 +407,23 @@ async def _end_of(job: Future[Reduced]) -> Reduced:
 class Scd(Solver):
     """Minimises by exact steps in a few coordinates per rank, on all ranks at once.
 
-    1. All ranks know all coordinates of the step, from the seed.  Each rank computes their partial
-       derivatives and curvatures on its own rows, and sends every other rank those for that rank's
-       coordinates.
+    1. All ranks know all coordinates of the step from the seed.  Each rank computes partial derivatives
+       and curvatures for all of them on its own rows, and sends every other rank the numbers for that
+       rank's coordinates.
     2. A rank sums them in rank order and takes the proximal Newton step in each of its coordinates, with
        a curvature that bounds that of the whole block: if c of its coordinates meet in a row, ``(sum of
        c terms)^2 <= c * sum of squares``.  The objective therefore never increases.
     3. The updates are shared in a sparse allgather; every rank updates the weights and its rows' scores.
 
     Args (in addition to those of ``Solver``, whose problem must have a smooth loss):
-        coordinates: number per rank and step (paper: 100); fewer at the end of a slice.
+        coordinates: number of coordinates per rank and step (paper: 100); fewer at the end of a slice.
 
     Cost: per step P - 1 messages of 16 bytes per coordinate, and the allgather: at most 8 bytes per
     coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy of
     the features by columns.
 
-    Differs from the paper: the paper specifies neither how a rank obtains the derivatives at other ranks'
-    rows (message 1) nor the step size: coordinates are drawn without replacement, and only those that
+    Differs from the paper: it specifies neither how a rank obtains the derivatives on other ranks' rows
+    (message 1) nor the step size.  Coordinates are drawn without replacement, and only those that
     occur in the data (one allreduce of n bytes at the start); the intercept moves in every step.
 
     References: Renggli et al., SparCML, SC 2019, section 8.2; Wright, "Coordinate descent
@@ -433,7 +431,7 @@ class Scd(Solver):
     methods for big data optimization", 2016 (separable bounds).
     """
 
-    DERIVATIVES: ClassVar[str] = "derivatives"  # the phase of message 1, which no exchange changes
+    DERIVATIVES: ClassVar[str] = "derivatives"  # phase of message 1, the same with every exchange
 
     def __init__(
         self,
@@ -464,12 +462,11 @@ class Scd(Solver):
         return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
 
     async def start(self) -> None:
-        """Start as any ``Solver``; also find the columns that occur in the data."""
+        """Start like any ``Solver``; also find the columns that occur in the data."""
         await super().start()
         here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
         occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]
-        # the vector of updates has one element more, for the intercept, and is cut in the same
-        # places
+        # the vector of updates has one more element, for the intercept, and is cut at the same places
         cuts = even_boundaries(self.problem.dimensions + 1, self.comm.world_size)
         self.slices = np.split(occurring, np.searchsorted(occurring, cuts[1:-1]))
 
@@ -498,7 +495,7 @@ class Scd(Solver):
             advance(self.epoch_steps)
 
     def _owned(self, orders: Sequence[Integers], turn: int) -> list[Integers]:
-        """Return every rank's coordinates of a step, ascending within and across ranks."""
+        """Return every rank's coordinates for a step, ascending within and across ranks."""
         part = slice(turn * self.coordinates, (turn + 1) * self.coordinates)
         owned = [np.sort(order[part]) for order in orders]
         if self.problem.intercept:
@@ -506,7 +503,7 @@ class Scd(Solver):
         return owned
 
     def _derivatives(self, owned: Sequence[Integers], columns: csc_matrix) -> list[Floats]:
-        """Return `[2, coordinates]` per rank: first derivatives, and bounds on the second ones."""
+        """Return `[2, coordinates]` per rank: first derivatives, and bounds on the second derivatives."""
         labels = self.problem.labels
         slopes = labels * self.problem.loss.slope(labels * self.scores)
         meeting = np.bincount(columns.indices, minlength=self.problem.rows)
@@ -516,7 +513,7 @@ class Scd(Solver):
         return np.split(both, np.cumsum([len(mine) for mine in owned])[:-1], axis=1)
 
     async def _sum(self, partial_sums: list[Floats]) -> Floats:
-        """Return the sums over ranks of the derivatives of this rank's coordinates, in rank order."""
+        """Return the sums over ranks, in rank order, of the derivatives for this rank's coordinates."""
         own = partial_sums[self.comm.rank]
         widest = max(1, *(part.shape[1] for part in partial_sums))  # messages of one length
         blocks = torch.zeros(len(partial_sums), 2, widest, dtype=torch.float64)
@@ -538,7 +535,7 @@ class Scd(Solver):
         current[is_weight] = self.weights.at(owned[is_weight])
         l1, l2 = self.problem.l1 * is_weight, self.problem.l2 * is_weight
         slopes, curvatures = derivatives[0] + l2 * current, derivatives[1] + l2
-        moves = curvatures > 0  # a column of zeros has no curvature, and its weight stays
+        moves = curvatures > 0  # a column of zeros has no curvature, so its weight does not move
         curvatures = np.where(moves, curvatures, 1)
         targets = soft(current - slopes / curvatures, l1 / curvatures)
         changes = np.where(moves, targets - current, 0).astype(self.problem.dtype)
@@ -547,7 +544,7 @@ class Scd(Solver):
         return SparseVector(indices[stored], values[stored], self.problem.dimensions + 1)
 
     def _apply(self, coordinates: Integers, columns: csc_matrix, total: Vector) -> None:
-        """Change the weights, and the scores of this rank's rows."""
+        """Update the weights, and the scores of this rank's rows."""
         self.weights.add_(total)
         if isinstance(total, SparseVector):
             changes = np.zeros(len(coordinates))

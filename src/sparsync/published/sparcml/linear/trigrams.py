@@ -1,4 +1,4 @@
-"""Build a data set that every Python has: hashed trigrams of its standard library's sources."""
+"""Build a data set from files that every Python has: trigrams of the standard library's sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINES = 16  # lines per sample
 _SHORTEST = 3  # characters in a trigram
 _MAX_DIMENSIONS = (1 << 31) - 1  # columns are int32
 _FAIR_SHARE = (
-    0.2  # ``test`` must have this share of all samples: some systems ship only a stub of it
+    0.2  # minimum share of ``test`` in all samples, because some systems ship only a stub of it
 )
 
 
@@ -34,7 +34,7 @@ def trigram_shard(
     positive: str | None = None,
     root: Path | None = None,
 ) -> Shard:
-    """Make this rank's rows of the trigram data set; a rank only hashes its own rows.
+    """Return this rank's rows of the trigram data set; a rank hashes only its own rows.
 
     The data set has the shape of URL and Webspam (millions of columns, a few hundred entries per row),
     but needs no download.  A sample is a run of lines from one file; its label tells the package.  A
@@ -43,16 +43,16 @@ def trigram_shard(
     so shards have similar distributions.
 
     Args:
-        dimensions: number of columns that trigrams are hashed to.
+        dimensions: number of columns into which trigrams are hashed.
         rank: this rank.
-        world_size: may exceed the number of rows.
+        world_size: number of ranks; may exceed the number of rows.
         rows: use only this many rows, from the start of the order; default: all.
         positive: name of the top-level package or module whose lines are +1.  Default: ``test``,
             about half of all lines; if it is not shipped, all packages (modules are -1).
         root: folder of the sources; default: this Python's standard library.
 
     Raises:
-        ConfigurationError: there are fewer rows, or nothing from ``positive``.
+        ConfigurationError: there are fewer than ``rows`` rows, or none from ``positive``.
 
     Cost: reading the sources (30 MB), then about a million trigrams per second.
 
@@ -77,7 +77,7 @@ def trigram_shard(
 
 
 def _samples(root: Path, positive: str | None) -> tuple[list[bytes], np.ndarray]:
-    """Read all sources in the order of their paths; return all runs of lines and their labels."""
+    """Read all sources in the order of their paths; return all runs of lines, and their labels."""
     texts: list[bytes] = []
     names: list[str] = []  # top-level package or module of each text
     packages: set[str] = set()

@@ -7,16 +7,8 @@ import pytest
 
 from tests.on_ranks import together  # noqa: F401
 
-WARM = [
-    "sparsync.testing",
-    "tests.distributed.fault_programs",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-]
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_server():
-    multiprocessing.set_forkserver_preload(WARM)
+    multiprocessing.set_forkserver_preload(["tests.distributed.warm"])
     forkserver.ensure_running()

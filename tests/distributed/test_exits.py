@@ -1,7 +1,10 @@
 """Processes end well without closing a handle, and a freed model leaves nothing behind."""
 
+import contextlib
 import gc
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +22,30 @@ from tests.on_ranks import on_ranks, same_everywhere
 
 from .small_model import backward, ddp_model, flat, model
 
+# Both ranks of all jobs are forked from one process, because importing torch takes each of them
+# seconds.  Their interpreters end like any other: they leave the loop, and run the program.
+FORKED = """
+import json, os, sys, time
+import torch
+import torch._dynamo
+import sparsync
+
+torch.set_num_threads(1)
+children = []
+for number, (words, environment) in enumerate(json.loads(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{number}.{name}", os.O_CREAT | os.O_WRONLY), stream)
+        os.environ.update(environment)
+        sys.argv[1:] = words
+        break
+    children.append(child)
+else:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(codes))
+    sys.exit()
+"""
 # rank 1's engine pauses for longer than rank 0 lives, so rank 0 ends with an exchange in flight
 PROGRAM = """
 import sys, time
@@ -52,39 +79,52 @@ if end == "raise":
 """
 
 
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("transport", "destroys", "end", "code"),
-    [
-        ("zmq", "leaves", "raise", 1),
-        ("zmq", "destroys", "end", 0),
-        ("torch", "leaves", "exit", 3),
-        ("torch", "destroys", "raise", 1),
-    ],
-)
-def test_a_process_ends_as_it_should_while_an_exchange_is_under_way(transport, destroys, end, code):
-    """``benchmarks/exits.py`` tries many more ways to end, and measures how long they take."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", PROGRAM, transport, destroys, end]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}, **pipes)
-        for rank in range(2)
+ENDS = [  # transport, what it leaves or destroys, how it ends, and its exit code
+    ("zmq", "leaves", "raise", 1),
+    ("zmq", "destroys", "end", 0),
+    ("torch", "leaves", "exit", 3),
+    ("torch", "destroys", "raise", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Run all jobs at once; return the exit codes, outputs and errors of the ranks of each."""
+    jobs, folder = [], tmp_path_factory.mktemp("ended")
+    with contextlib.ExitStack() as stack:
+        for *words, _code in ENDS:
+            free = stack.enter_context(socket.socket())
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            for rank in range(2):
+                jobs.append((words, place | {"WORLD_SIZE": "2", "RANK": str(rank)}))
+    command = [sys.executable, "-c", FORKED + PROGRAM, json.dumps(jobs)]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            codes = json.loads(process.communicate(timeout=240)[0])
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    texts = [
+        (folder / f"{n}.{end}").read_text() for n in range(len(jobs)) for end in ("out", "err")
     ]
-    try:
-        for rank, process in enumerate(ranks):
-            said, words = process.communicate(timeout=120)
-            assert process.returncode == code, words
-            lines = words.replace(f"[rank{rank}]: ", "").strip().splitlines()
-            lines = [line for line in lines if not line.startswith("sparsync: exchanges ")]
-            assert said and lines[:1] == ["Traceback (most recent call last):"] * (end == "raise")
-            assert lines[-1:] == ["RuntimeError: the end"] * (end == "raise")
-    finally:
-        for process in ranks:
-            process.kill()
+    ranks = list(zip(codes, texts[::2], texts[1::2], strict=True))
+    return dict(zip(ENDS, zip(ranks[::2], ranks[1::2], strict=True), strict=True))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("job", ENDS, ids=lambda job: "-".join(map(str, job)))
+def test_a_process_ends_as_it_should_while_an_exchange_is_under_way(job, ended):
+    """``benchmarks/exits.py`` tries many more ways to end, and measures how long they take."""
+    *_, end, code = job
+    for rank, (its_code, said, words) in enumerate(ended[job]):
+        assert its_code == code, words
+        lines = words.replace(f"[rank{rank}]: ", "").strip().splitlines()
+        lines = [line for line in lines if not line.startswith("sparsync: exchanges ")]
+        assert said and lines[:1] == ["Traceback (most recent call last):"] * (end == "raise")
+        assert lines[-1:] == ["RuntimeError: the end"] * (end == "raise")
 
 
 # ---- models that go ----------------------------------------------------------------------------------

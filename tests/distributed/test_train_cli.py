@@ -17,7 +17,7 @@ from sparsync.errors import ConfigurationError
 
 from .commands import run, run_well, torchrun
 
-pytestmark = [pytest.mark.gloo, pytest.mark.alone]
+pytestmark = pytest.mark.gloo
 
 SMALL = ("--layers", "1", "--width", "64")
 
@@ -118,6 +118,7 @@ def test_a_plateau_lowers_the_rate_of_all_ranks_at_once():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_training_in_the_lab(tmp_path):
     try:
         with Lab(2, "1gbit"):
@@ -165,6 +166,7 @@ def test_an_interrupt_ends_all():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_schemes_average_models_and_ranks_are_delayed(tmp_path):
     algorithms = "Dense,Allreduce-SGD,Local SGD:period=2"
     options = ["--algorithm", algorithms, "--workload", "digits"]

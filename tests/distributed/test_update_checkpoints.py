@@ -32,6 +32,7 @@ SETTINGS = {
     "dct": {"dct": 16, "density": 0.1, "period": 2, "residual_decay": 0.9},
 }
 RESHARDED = [name for name in SETTINGS if name != "dct"]
+WHOLE, DIVIDED, RESIZED = ("ddp", "plain"), ("fsdp", "nodes"), ((2, 4), (1, 4))
 
 
 def net_of(kind, seed=0):
@@ -59,8 +60,11 @@ def steps(net, optimizer, which):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("kind", ["ddp", "plain", "fsdp", "nodes"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    # every setting with a whole and a divided model, every kind of model with half of the settings
+    [(kinds[n % 2], name) for n, name in enumerate(SETTINGS) for kinds in (WHOLE, DIVIDED)],
+)
 def test_resuming_is_exact(kind, name, folder):
     """The state is saved while an exchange is under way, and loaded into other weights."""
     ends = []
@@ -166,9 +170,15 @@ def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("ranks", [4, 2])
-@pytest.mark.parametrize("first", [torch.inf, 1.0])
-@pytest.mark.parametrize("name", ["default", "weights"])
+@pytest.mark.parametrize(
+    ("name", "first", "ranks"),
+    [
+        ("default", torch.inf, 4),
+        ("default", 1.0, 2),
+        ("weights", torch.inf, 2),
+        ("weights", 1.0, 4),
+    ],
+)
 def test_a_buffer_may_be_finite_in_one_run_and_not_in_the_other(name, first, ranks, folder):
     """An observer's extreme, for instance, begins as Inf; the first run decides if it is averaged."""
     rank, ends, lines = dist.get_rank(), [], io.StringIO()
@@ -320,8 +330,10 @@ def attached_to(ranks, settings, inner):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", RESHARDED)
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 4)])
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [(name, *ranks) for n, name in enumerate(RESHARDED) for ranks in ((4, 2), RESIZED[n % 2])],
+)
 def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, after, folder):
     """Undelivered entries are dealt to ranks; the average after ``finish`` shows that none is lost."""
     net, optimizer, sync = attached_to(before, SETTINGS[name], 0)

@@ -7,14 +7,22 @@ from typing import Any, Final
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsync.errors import ConfigurationError
 from sparsync.updates.gradient_noise import corrects
 from sparsync.updates.step_length import of_own_length
 
-__all__ = ["chain_of", "check_stepped", "held_by", "holds", "plain_optimizers", "treatment_of"]
+__all__ = [
+    "chain_of",
+    "check_stepped",
+    "check_steps_some",
+    "held_by",
+    "holds",
+    "plain_optimizers",
+    "treatment_of",
+]
 
 _ALIKE: Final = "exchange='gradients' suits it, because all ranks then make the same steps"
 
@@ -123,6 +131,29 @@ def check_stepped(given: Any) -> None:
                 f"{name} compares gradients at the points where its last steps ended, and averages move "
                 f"the weights away from them; take another optimizer; {_ALIKE}"
             )
+
+
+def check_steps_some(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Refuse optimizers that step no parameter of the model, as those of a copy or of a former model.
+
+    Raises:
+        ConfigurationError: none of the parameters that train is in any of the optimizers.
+
+    Example:
+        >>> net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        >>> check_steps_some([torch.optim.SGD(net.parameters())], net)
+        >>> try: check_steps_some([torch.optim.SGD(other.parameters())], net)
+        ... except ConfigurationError as error: str(error).split(";")[0]
+        'SGD steps none of the 2 parameters of the model'
+    """
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if optimizers and trained and trained.isdisjoint(map(id, _parameters(optimizers))):
+        names = " and ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
+        raise ConfigurationError(
+            f"{names} steps none of the {len(trained)} parameters of the model; make it from "
+            "model.parameters() once the model is complete (loaded, converted, sharded), without "
+            "copies of them"
+        )
 
 
 def _parameters(several: Sequence[Any]) -> list[Tensor]:

@@ -134,7 +134,12 @@ def attach(
     Updates take 2 n, and 3 n / ``fragments`` for an exchange.
     """
     # local imports keep the engines out of ``import sparsync``
-    from sparsync.accepted_optimizers import check_stepped, plain_optimizers, treatment_of
+    from sparsync.accepted_optimizers import (
+        check_stepped,
+        check_steps_some,
+        plain_optimizers,
+        treatment_of,
+    )
     from sparsync.exclusive import check_outermost, check_unattached
     from sparsync.presets import PRESETS, resolve
     from sparsync.units import check_stepped_later
@@ -162,6 +167,8 @@ def attach(
         check_stepped_later(model)
     algorithm = _named(algorithm) if isinstance(algorithm, str) else algorithm
     given, optimizers = compression or Compression(), plain_optimizers(optimizer)
+    if isinstance(model, nn.Module):
+        check_steps_some(optimizers, model)
     carried, watched = transport or Transport(), monitoring or Monitoring()
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
     if disabled():

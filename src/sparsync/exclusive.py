@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,7 +16,7 @@ from sparsync.accepted_optimizers import holds
 from sparsync.errors import ConfigurationError
 from sparsync.handle import Hook
 
-__all__ = ["Guard", "check_outermost", "check_outside_ddp", "check_unattached"]
+__all__ = ["Guard", "check_outermost", "check_outside_ddp", "check_unattached", "exchanged_updates"]
 
 
 class _Guarded(Protocol):
@@ -48,6 +49,8 @@ class Guard:
         # torch keeps global hooks forever; at process exit there is nothing left to remove
         weakref.finalize(sync, handle.remove).atexit = False
 
+    # the guard is not part of a step that is compiled
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, optimizer: Optimizer, *_step: Any) -> None:
         """Refuse the step of an unknown optimizer on parameters whose updates are exchanged."""
         sync = self.sync()
@@ -108,7 +111,7 @@ def check_unattached(model: nn.Module) -> None:
     """
     if isinstance(model, DistributedDataParallel):
         return  # ``check_ddp`` sees its communication hook
-    exchanged = {id(p) for sync in _guarded() for p in sync.trained.values()}
+    exchanged = exchanged_updates()
     for name, parameter in model.named_parameters():
         # torch's registry of a parameter's hooks has no public name
         marks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
@@ -118,6 +121,11 @@ def check_unattached(model: nn.Module) -> None:
                 f"the {what or 'update'} of '{name}' is exchanged already; attach once, or close() "
                 "the first handle first"
             )
+
+
+def exchanged_updates() -> set[int]:
+    """Return the identities of all parameters whose updates some handle exchanges."""
+    return {id(p) for sync in _guarded() for p in sync.trained.values()}
 
 
 def _guarded() -> Iterator[_Guarded]:

@@ -101,6 +101,13 @@ def test_what_is_no_optimizer_is_refused(made, message):
         sparsync.attach(net(), made(net().parameters()))
 
 
+@pytest.mark.parametrize("exchange", ["gradients", "updates"])
+def test_an_optimizer_of_another_model_is_refused(alone, exchange):
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    with pytest.raises(ConfigurationError, match="Adam steps none of the 2 parameters of the mode"):
+        sparsync.attach(model, torch.optim.Adam(net().parameters()), exchange=exchange)
+
+
 def part_of(parameters):
     first, second = parameters
     whole = Wrapper(torch.optim.AdamW([first, second]))

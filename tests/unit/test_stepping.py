@@ -5,6 +5,9 @@ import torch
 import torch.distributed as dist
 
 import sparsync
+from sparsync.errors import ConfigurationError
+from sparsync.handle import Hook
+from sparsync.updates.stepping import follow
 
 pytestmark = pytest.mark.gloo
 
@@ -134,3 +137,84 @@ def test_gradients_that_are_dropped_are_no_step(scaled):
             scaler.step(optimizer)
             scaler.update()
             assert sync.steps == step + 1
+
+
+# torch's compiler uses torch.jit
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_compiled_step_calls_its_hooks_and_does_not_trace_them():
+    model, traced = net(), []
+    optimizer = Subclass(model.parameters())
+    torch.optim.AdamW(net().parameters())
+    note = Hook(lambda *_: traced.append(torch.compiler.is_compiling()))
+    follow(optimizer, note, note)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for _ in range(2):
+        backward(model)
+        step()
+    assert traced == [False] * 4
+
+
+class Parts(torch.nn.Module):
+    """A model whose loop calls its parts, so no hook sees a forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = net(), torch.nn.Linear(2, 2)
+        self.first.weight.requires_grad_(False)
+
+    def loss(self):
+        return self.second(self.first(torch.ones(2, 3))).square().sum()
+
+
+@pytest.mark.parametrize("exchange", ["gradients", "updates", "updates, and step()"])
+def test_what_thaws_is_refused_where_only_parts_of_a_model_are_called(exchange):
+    model, alone = Parts(), exchange == "updates, and step()"
+    inside = {"replicate": dist.group.WORLD} if exchange == "gradients" else {}
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = None if alone else optimizer
+    with sparsync.attach(model, given, exchange=exchange.split(",")[0], **inside) as sync:
+        for thawed in (False, True):
+            model.first.weight.requires_grad_(thawed)
+            start = model.first.weight.clone()
+
+            def step():
+                model.zero_grad()
+                model.loss().backward()
+                optimizer.step()
+                if alone:
+                    sync.step()
+
+            if not thawed:
+                step()
+                continue
+            with pytest.raises(ConfigurationError, match=r"'first\.weight' trains now"):
+                step()
+            assert alone or torch.equal(model.first.weight, start)
+
+
+def test_steps_that_no_exchange_follows_are_told_once(capsys):
+    for given in ("the first of two", None):
+        model = net()
+        one, other = torch.optim.Adam([model.weight]), torch.optim.NAdam([model.bias])
+        with sparsync.attach(model, given and [one, other], exchange="updates") as sync:
+            for _ in range(201):
+                backward(model)
+                one.step()
+            assert sync.steps == 0
+        said = capsys.readouterr().err
+        assert said.count("replicas drift apart: 100 times in a row there was") == 1
+        assert ("NAdam, the last optimizer" if given else "no sync.step()") in said
+
+
+def test_parameters_outside_of_the_model_are_told_when_they_come(capsys):
+    model, other, attached = net(), torch.nn.Linear(5, 7), net()
+    optimizer = torch.optim.AdamW([*model.parameters(), *attached.parameters()])
+    with sparsync.attach(model, optimizer), sparsync.attach(attached, optimizer):
+        for added in (False, True):
+            if added:
+                optimizer.add_param_group({"params": other.parameters()})
+            for _ in range(2):
+                backward(model)
+                optimizer.step()
+            said = capsys.readouterr().err.count("AdamW also steps 2 parameters that are not in")
+            assert said == 2 * added  # once by each handle

@@ -217,6 +217,9 @@ class ParameterSource(Source):
     def _check_model(self, _kept: Handle, model: nn.Module, _inputs: Any) -> None:
         """Refuse parameters added after attach, whose gradients would stay on this replica."""
         check_outside_ddp(model)
+        self._check_parameters(model)
+
+    def _check_parameters(self, model: nn.Module) -> None:
         check_same_parameters(model, self._place, self._fsdp.check_same(self._place))
 
     # ---- while gradients arrive, on autograd's thread ----------------------------------------------
@@ -260,6 +263,9 @@ class ParameterSource(Source):
             # the backward pass of the open step has failed, or encloses this one (checkpointing)
             self.discard()
         if self._open is None:
+            # checked again: a loop may call parts of the model, which have no hook
+            if (model := self._model()) is not None and not self._scheduled:
+                self._check_parameters(model)
             if not self._steps.begin():
                 return None
             self._open = ReplicaStep(self._steps.units, self._runs, task)

@@ -36,7 +36,9 @@ def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
     """
     follow_scalers()
     post = _After(after)
-    pre: Any = Hook(lambda one, *_: None if _nested(one) else before(one))
+    # a step that is compiled must not trace its hooks, which exchange messages
+    disable: Any = torch.compiler.disable
+    pre: Any = Hook(disable(lambda one, *_: None if _nested(one) else before(one)))
     return [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]
 
 
@@ -47,6 +49,7 @@ class _After:
     def __init__(self, call: Hook) -> None:
         self._call, self.calls = call, 0
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, optimizer: Optimizer, *_given: Any) -> None:
         """Report a step, including one that a fused optimizer was told to skip."""
         if not _nested(optimizer):

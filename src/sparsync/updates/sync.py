@@ -27,7 +27,7 @@ from sparsync.accepted_optimizers import held_by
 from sparsync.algorithm import LARGE, Algorithm, default_bits
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
-from sparsync.exclusive import Guard, check_outside_ddp
+from sparsync.exclusive import Guard, check_outside_ddp, exchanged_updates
 from sparsync.feedback.changes import Changes, begin_together
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
@@ -87,6 +87,8 @@ _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avo
 # the user is warned if less than this fraction of the lasting gradients is common to all ranks,
 # i.e. if the parts particular to single ranks are larger
 _AGREEING = 0.5
+# steps or passes without an exchange that are too many to be meant, as those of a GAN's other player
+_IDLE = 100
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
 _CURE = "load a state that this handle's state_dict() returned, into the same set-up"
@@ -282,6 +284,8 @@ class UpdateSync(Handle):
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
         self._changes = Changes(weights.trained.values())
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
+        self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
+        self._groups: dict[torch.optim.Optimizer, int] = {}  # how many groups each one had
         self._busy = self._waited = 0.0  # seconds of exchanges; seconds the training thread waited
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
@@ -387,6 +391,8 @@ class UpdateSync(Handle):
         return future
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_model()  # also where the loop calls parts of the model, which have no hook
+        self._look_outside(optimizer)
         self._check_start()
         require(
             not self._changes.replaced(),
@@ -439,6 +445,39 @@ class UpdateSync(Handle):
             self.step()
         else:
             self._changes.remember()
+            self._note_idle(
+                f"a step of {type(optimizer).__name__}, and none of "
+                f"{type(self.outer.optimizers[-1]).__name__}, the last optimizer that attach was "
+                "given, after whose steps ranks exchange; give the one that steps always as the last"
+            )
+
+    def _note_idle(self, what: str) -> None:
+        """Warn once if training goes on without a local step that counts, so nothing is exchanged."""
+        self._idle += 1
+        if self._idle == _IDLE and self.reducer.comm.rank == 0:
+            say(f"replicas drift apart: {_IDLE} times in a row there was {what}")
+
+    def _look_outside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say once which parameters of an optimizer this handle and others do not exchange.
+
+        They are not refused, because DDP may exchange them, or ranks may keep them for themselves.
+        """
+        groups = optimizer.param_groups
+        if self._groups.get(optimizer) == len(groups):  # the usual case: none was added
+            return
+        self._groups[optimizer] = len(groups)
+        module, known = self._plain(), exchanged_updates()
+        assert module is not None
+        known.update(map(id, module.parameters()))
+        stepped = (p for group in groups for p in group["params"])
+        outside = [p for p in stepped if p.requires_grad and id(p) not in known]
+        if outside and self.reducer.comm.rank == 0:
+            say(
+                f"{type(optimizer).__name__} also steps {len(outside)} parameters that are not in the "
+                f"model that was attached (the first: {list(outside[0].shape)}), so every rank trains "
+                "its own: attach a module that contains both, e.g. a ModuleList, unless something "
+                "else exchanges them"
+            )
 
     def _forward(self, *_given: Any) -> None:
         if torch.is_grad_enabled():
@@ -471,10 +510,20 @@ class UpdateSync(Handle):
                 not self._loaded(self.outer.read(self._weights)),
                 "weights were loaded after attach; load them before, or give attach the optimizer",
             )
-        trained = self._weights.trained.values()
+        elif not torch.compiler.is_compiling() and self._changes.written():
+            self._changes.remember()
+            self._note_idle("a forward pass with new weights, and no sync.step(); call it")
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """Refuse parameters that train now, but are not exchanged."""
+        self._weights.reshard()  # FSDP2 then shows the parameters that are exchanged
+        ddp = self._ddp()
+        module = self._plain() if ddp is None else ddp.module  # which may be another one by now
+        assert module is not None
         if (seen := training(module)) != self._seen and not substituted(module):
             alone = () if ddp is None else ddp.parameters_to_ignore
-            check_same_parameters(module, trained, alone=alone)
+            check_same_parameters(module, self._weights.trained.values(), alone=alone)
             self._seen = seen
 
     # ---- a step ------------------------------------------------------------------------------------
@@ -535,8 +584,11 @@ class UpdateSync(Handle):
         """
         outer = self.outer
         self._check_own("an optimizer's step")
+        self._idle = 0
         if outer.optimizers:  # otherwise the user's step has already happened
             self._check_start()
+        else:
+            self._check_model()
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.set_up()
             self._started = time.perf_counter()

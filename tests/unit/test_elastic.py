@@ -132,10 +132,10 @@ def test_a_rank_that_cannot_leave_without_steps_of_its_own_says_why(net, manager
     with attached(net, manager, monitoring=scaled) as sync:
         leave_within = sync.membership.leave_within
         assert leave_within(1.0) == ""  # it has met nobody
-        sync.attendance.members.attempt = 1
+        sync.membership.attendance.members.attempt = 1
         lost = "; it ends, and its residual is lost"
         assert "1 s of SIGTERM (its residual has the scale of a GradScaler" in leave_within(1)
-        sync.attendance.offered = True
+        sync.membership.attendance.offered = True
         assert leave_within(1).endswith(f"(another rank fetches its weights){lost}")
         sync.membership.turns.take()
         words = "this rank has not left within 0.1 s of SIGTERM (a step of its own was under way)"
@@ -151,21 +151,21 @@ def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net,
         sync._changes.remember()  # as after a step
         stepped = sync._weights.read(slice(None))
         assert not torch.equal(stepped[own], start[own])
-        assert torch.equal(sync._go_apart().vector, stepped)
+        assert torch.equal(sync._ranks._go_apart().vector, stepped)
         with sync.shared():
             assert torch.equal(sync._weights.read(slice(None)), start)
-            assert torch.equal(sync._go_apart().vector, stepped)
+            assert torch.equal(sync._ranks._go_apart().vector, stepped)
             with sync.shared():
-                assert torch.equal(sync._go_apart().vector, stepped)
+                assert torch.equal(sync._ranks._go_apart().vector, stepped)
         net.weight.data = torch.zeros_like(net.weight)
-        assert torch.equal(sync._go_apart().vector, start)
+        assert torch.equal(sync._ranks._go_apart().vector, start)
 
 
 def test_a_rank_does_not_catch_up_in_the_exchange_in_which_it_joins(net, manager):
     """The exchange runs outside the loop's steps, so schedulers taken over there would be a step late."""
     optimizer = torch.optim.AdamW(net.parameters(), 0.1)
     with attached(net, manager, optimizer) as sync:
-        attendance = sync.attendance
+        attendance = sync.membership.attendance
         attendance.catch_up = SimpleNamespace(done=True, stop=lambda: None)
         attendance.members.behind = True
         attendance._met = True

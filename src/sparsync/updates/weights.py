@@ -272,7 +272,7 @@ class OwnWeights:
 
     def __init__(self, weights: ModelWeights, outer: OuterEngine) -> None:
         self.weights, self.outer = weights, outer
-        self.changes = Changes(weights.trained.values())
+        self.changes = Changes(weights.trained)
         self._aside: Tensor | None = None
         # the lock is reentrant, because a signal handler may call ``shared`` during a swap
         self._lock = threading.RLock()

@@ -142,6 +142,25 @@ def test_a_rank_that_cannot_leave_without_steps_of_its_own_says_why(net, manager
         assert leave_within(0.1) == words + lost
 
 
+def test_a_leaving_waits_for_the_pass_that_follows_a_broken_one(net, manager):
+    """Otherwise the rank might leave as that pass begins, and its gradients would be dropped."""
+    with attached(net, manager) as sync:
+        turns, ranks, could_leave = sync.membership.turns, sync._steps.ranks, []
+
+        def begin(*, again):
+            could_leave.append(turns.begin_leaving(0))
+            raise KeyError("enough")
+
+        turns.take()
+        sync._source._open = SimpleNamespace(task=-2)  # of a backward pass that has raised
+        ranks.begin = begin
+        with pytest.raises(KeyError):
+            net(torch.ones(4)).sum().backward()
+        assert could_leave == [False]
+        assert turns.begin_leaving(0)
+        turns.end_leaving()
+
+
 def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net, manager):
     optimizer = torch.optim.AdamW(net.parameters(), 0.1)
     with attached(net, manager, optimizer) as sync:

@@ -334,15 +334,16 @@ class GradientSteps:
 
     # ---- whenever ----------------------------------------------------------------------------------
 
-    def discard(self) -> None:
-        """Undo what a broken backward pass has begun."""
+    def discard(self, *, ends: bool = True) -> None:
+        """Undo what a broken backward pass has begun, and end the step unless another pass follows."""
 
         def undo() -> None:
             self._whole.refuse()
             self.wait_for_gpu()
 
         self.engine.submit(undo).result()
-        self.ranks.end()
+        if ends:
+            self.ranks.end()
 
     def restart(self) -> None:
         """Continue from a state that the reducer has loaded."""

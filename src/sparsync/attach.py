@@ -213,6 +213,11 @@ def attach(
             "Compression(offload=...) is for exchanging updates without elastic=; other exchanges "
             "read the whole residual on the model's device; omit it"
         )
+    if outer is not None and watched.xi_period is not None:
+        raise ConfigurationError(
+            f"Monitoring(xi_period={watched.xi_period}) measures exchanges of gradients, and updates are "
+            "exchanged; omit it, or give exchange='gradients'"
+        )
     if outer is not None:
         options = Options(outer.chosen, outer.density, None, given, carried, watched, decided)
         if elastic is not None:

@@ -27,13 +27,40 @@ from sparsync.units import Piece
 if TYPE_CHECKING:  # only sharded and pipelined replicas need it
     from sparsync.gradients.consensus import PartsConsensus
 
-__all__ = ["CommHook", "Handle", "Hook", "call_after_backward", "make_engine", "weakly"]
+__all__ = ["CommHook", "Handle", "Hook", "Presence", "call_after_backward", "make_engine", "weakly"]
+
+
+class Presence:
+    """Presence of a rank in the job: from the first step to the last.
+
+    With ``elastic=``, ``Membership`` takes its place.
+    """
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left; its program should then end."""
+        return False
+
+    def carry(self, **_named: Any) -> None:
+        """Refuse to name states for joining ranks."""
+        raise ConfigurationError("carry() is for ranks that join, with elastic=; omit it")
+
+    def leave(self) -> None:
+        """Refuse to leave."""
+        raise ConfigurationError(
+            "leave() is for elastic=; without it, all ranks train to the end, so end them together"
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return the numbers that ``Handle.stats`` adds."""
+        return {}
 
 
 class Handle(ABC):
     """Owns the state, the thread and the groups of one model; as a context manager, it closes itself.
 
     ``GradientSync`` and ``UpdateSync`` are the two kinds: they decide what is exchanged, and when.
+    Everything else in which handles differ is a collaborator that the handle is given.
 
     The model keeps its handle alive, and the handle ends with the model, so nothing has to be closed.  At
     process exit the handle is closed while the interpreter and the transports still work.
@@ -44,6 +71,7 @@ class Handle(ABC):
         engine: the thread of the model's exchanges (``make_engine``).
         groups: the process groups that were opened for this model.
         options: the settings of ``attach``, including those for NaN and Inf, GradScaler and sentinel.
+        membership: lets this rank leave, with ``elastic=``.
         consensus: for a replica split over ranks, decides together with the ranks that hold its other
             parts.
         pieces: for a replica split over ranks, this rank's pieces of the parameters.
@@ -60,10 +88,12 @@ class Handle(ABC):
         engine: Engine,
         groups: Groups | ExitStack,
         options: Options,
+        membership: Presence,
         consensus: PartsConsensus | None = None,
         pieces: Mapping[str, Piece] | None = None,
     ) -> None:
         self.reducer, self._engine, self._plain = reducer, engine, weakref.ref(model)
+        self.membership = membership
         self._pieces = dict(pieces or {})
         self._inner = None if consensus is None else consensus.parts
         watched, self.decided = options.monitoring, options.decided
@@ -121,6 +151,34 @@ class Handle(ABC):
     def finish(self) -> None:
         """Make replicas equal."""
 
+    # ---- ranks that join and leave, with ``elastic=`` ----------------------------------------------
+
+    @property
+    def left(self) -> bool:
+        """Whether this rank has left; its program should then end."""
+        return self.membership.left
+
+    def carry(self, **named: Any) -> None:
+        """Name further objects whose states a joining rank takes over, e.g. ``scheduler=scheduler``.
+
+        They need ``state_dict()`` and ``load_state_dict()``.  States must be small (64 MiB in all) and
+        consist of plain values and tensors.
+
+        Raises:
+            ConfigurationError: an object lacks one of these methods, or there is no ``elastic=``.
+        """
+        self.membership.carry(**named)
+
+    def leave(self) -> None:
+        """Leave with the next two exchanges; the first of them deals the residual to others.
+
+        SIGTERM calls this, and ends the process once this rank has ``left``.
+
+        Raises:
+            ConfigurationError: there is no ``elastic=``.
+        """
+        self.membership.leave()
+
     # ---- numbers and state -------------------------------------------------------------------------
 
     @abstractmethod
@@ -130,7 +188,8 @@ class Handle(ABC):
     def _numbers(self, before: tuple[int, Traffic] | None) -> dict[str, Any]:
         """Return the numbers common to both kinds; ``before`` holds earlier steps and bytes."""
         stats = reducer_stats(self.reducer, self.steps, before)
-        return {**stats, "choices": [self.decided]} if self.decided else stats
+        chosen = {"choices": [self.decided]} if self.decided else {}
+        return {**stats, **chosen, **self.membership.stats()}
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.updates.stepping import follow
 
-__all__ = ["NotAttached", "leave_dense"]
+__all__ = ["leave_dense"]
 
 _SAYS = f"{DISABLE}=1: attaches nothing"
 
@@ -40,7 +40,7 @@ def leave_dense(
     options: Options,
     *,
     elsewhere: str,
-) -> NotAttached:
+) -> GradientSync:
     """Leave a DDP model as it is, and return a handle; this is collective, like ``attach``.
 
     ``elsewhere`` names an argument that asks for an exchange outside DDP, or is empty.
@@ -64,50 +64,20 @@ def leave_dense(
         group = groups.make(dist.get_process_group_ranks(model.process_group))
         comm = TorchCommunicator(group, timeout=options.transport.timeout)
         run(agree(comm, {"the version of sparsync": f"none, by {DISABLE}=1"}))
-        return NotAttached(model, comm, groups, options, optimizers)
+        reducer = Reducer(comm, [], resolve("dense"), 1.0)
+        steps = GradientSteps(model.module, reducer, make_engine(reducer, groups), options)
+        return GradientSync(model.module, steps, _LeftToDdp(model, optimizers), groups, options)
     except BaseException:
         groups.close()
         raise
 
 
 @final
-class NotAttached(GradientSync):
-    """The handle of a model that was left to DDP: all methods work, and none of them exchanges.
-
-    Local steps are the steps of the last optimizer or, if ``attach`` was given none, the forward passes
-    after which DDP exchanges gradients.  Only the bytes of agreements and checkpoints are counted.
-    """
-
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        comm: TorchCommunicator,
-        groups: Groups,
-        options: Options,
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        reducer = Reducer(comm, [], resolve("dense"), 1.0)
-        steps = GradientSteps(model.module, reducer, make_engine(reducer, groups), options)
-        super().__init__(model.module, steps, _LeftToDdp(model, optimizers), groups, options)
-
-    def contribute(
-        self,
-        _seen: float | None = None,
-        /,
-        *,
-        tokens: float | None = None,
-        samples: float | None = None,
-    ) -> None:
-        """Do nothing: DDP weighs all ranks alike."""
-
-    def stats(self) -> dict[str, Any]:
-        """Return the numbers of a gradient handle without units."""
-        return {**super().stats(), "exchange": "none"}
-
-
-@final
 class _LeftToDdp(Source):
-    """Provides no gradients, and only counts local steps."""
+    """Brings no gradients, and counts local steps: those of the last optimizer, if there is one.
+
+    Otherwise, local steps are the forward passes after which DDP exchanges gradients.
+    """
 
     def __init__(
         self, model: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
@@ -139,6 +109,14 @@ class _LeftToDdp(Source):
         """Return DDP's own context."""
         model = self._model()
         return nullcontext() if model is None else model.no_sync()
+
+    @property
+    def exchange(self) -> str:
+        """No exchange: bytes are those of agreements and checkpoints."""
+        return "none"
+
+    def contribute(self) -> None:
+        """Do nothing: DDP weighs all ranks alike."""
 
     def discard(self) -> None:
         """Do nothing: a backward pass leaves nothing unfinished here."""

@@ -64,7 +64,9 @@ class Account:
             step, shared = sync.reducer.step, sync.outer.memory["shared"][here].double()
             await exchange(*rest)
             if sync.reducer.step > step:
-                self.count(sync.last_step, shared - sync.outer.memory["shared"][here])
+                self.count(
+                    sync.membership.attendance.last_step, shared - sync.outer.memory["shared"][here]
+                )
             self.last = weights.read(here).double()
 
         return seen
@@ -180,18 +182,18 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         optimizers[sync.steps % len(optimizers)].step()
         scheduler.step()
         if sync.steps > step:
-            _, contributors, counts = sync.last_step
+            _, contributors, counts = sync.membership.attendance.last_step
             contributions += counts
             if outer is None:
-                account.count(sync.last_step, average)
+                account.count(sync.membership.attendance.last_step, average)
             rate = optimizer.param_groups[0]["lr"]
             weights = model.parameters() if outer is None else shared_by_all(sync)
-            members = sync.attendance.members
+            members = sync.membership.attendance.members
             same = carries and not members.behind and not members.idle
             now = (weights_digest(weights), rate) if same else None
             pipe.send((time.time(), sync.steps, contributors, counts, now))
         time.sleep(0.01)
-        if pauses and contributions >= 5 and sync.last_step[1] > 1:
+        if pauses and contributions >= 5 and sync.membership.attendance.last_step[1] > 1:
             rest = account.put if outer is None else account.put + account.waits
             kept = account.residual(sync).abs().mean().item()
             pipe.send({"put": rest.numpy(), "mean residual": kept})

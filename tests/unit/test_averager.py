@@ -174,8 +174,25 @@ def test_weights_that_are_loaded_before_the_first_step_are_the_start_of_all(load
     together(program, 2)
 
 
+def test_a_tied_weight_that_is_loaded_under_its_second_name_is_the_start():
+    def program(comm):
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        model[1].weight = model[0].weight
+        averager = Smoothed(model, comm=comm)
+        start = torch.arange(9.0).view(3, 3)
+        model[1].load_state_dict({"weight": start})
+        add_(model, 1 + comm.rank)
+        averager.average = lambda comm, vector, step: mean(comm, vector)
+        averager.step()
+        assert torch.equal(averager.memory["last"], start.flatten())
+        averager.close()
+
+    together(program, 2)
+
+
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("name", ["smoothed", "wagma", "diloco", "allreduce", "dpsgd"])
-def test_weights_that_are_loaded_between_steps_are_refused_if_former_ones_are_kept(name):
+def test_weights_that_are_loaded_between_steps_are_refused_if_former_ones_are_kept(name, assign):
     keeps = name in ("smoothed", "wagma", "diloco")
 
     def program(comm):
@@ -187,10 +204,11 @@ def test_weights_that_are_loaded_between_steps_are_refused_if_former_ones_are_ke
             averager.step()
         own = copy.deepcopy(model.state_dict())
         other = linear(seed=5).state_dict()
-        model[0].load_state_dict(other)  # to evaluate an EMA, for example
-        model.load_state_dict(own)
+        # to evaluate an EMA, for example
+        model[0].load_state_dict(other, assign=assign)
+        model.load_state_dict(own, assign=assign)
         averager.step()
-        model[0].load_state_dict(other)
+        model[0].load_state_dict(other, assign=assign)
         if keeps:
             for act in (averager.step, averager.finish):
                 told = failure(ConfigurationError, act)

@@ -23,7 +23,7 @@ from sparsync.reduction import OPERATIONS, Reduction, densify
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.sim import Links, simulate
-from sparsync.wire import Codec, Coo, Encoded, Packed, Whole
+from sparsync.wire import Codec, Coo, Encoded, LloydMax, Packed, Whole
 from sparsync.wire.codec import Header
 from sparsync.wire.coo import StreamCodec
 from sparsync.wire.qsgd import SparseQsgd
@@ -94,6 +94,25 @@ def test_all_ranks_expect_the_same_of_alltoallv_and_keep_to_it(name, world_size,
     simulate(lambda comm: CALLERS[name](comm, torch.arange(1.0, size + 1)), world_size)
     assert expected[0]
     assert all(expected[rank] == expected[0] for rank in range(world_size))
+
+
+@pytest.mark.parametrize(
+    "summed",
+    [
+        reduced_by(Quantised),
+        lambda comm, vector: coded_allreduce(comm, vector, LloydMax(8), 0),
+    ],
+    ids=["quantised", "coded_allreduce"],
+)
+def test_dense_messages_of_another_dtype_are_refused(summed):
+    """Levels take the same bytes in every dtype, so the length does not tell."""
+
+    async def program(comm):
+        vector = torch.arange(1.0, 9.0, dtype=(torch.float32, torch.float64)[comm.rank])
+        with pytest.raises(WireFormatError, match=r"claims values of torch\.float\d\d, and this"):
+            await summed(comm, vector)
+
+    simulate(program, world_size=2)
 
 
 def test_what_the_cap_cuts_off_is_neither_delivered_nor_lost():

@@ -132,14 +132,33 @@ def test_a_rank_that_cannot_leave_without_steps_of_its_own_says_why(net, manager
     with attached(net, manager, monitoring=scaled) as sync:
         leave_within = sync.membership.leave_within
         assert leave_within(1.0) == ""  # it has met nobody
-        sync.attendance.members.attempt = 1
+        sync.membership.attendance.members.attempt = 1
         lost = "; it ends, and its residual is lost"
         assert "1 s of SIGTERM (its residual has the scale of a GradScaler" in leave_within(1)
-        sync.attendance.offered = True
+        sync.membership.attendance.offered = True
         assert leave_within(1).endswith(f"(another rank fetches its weights){lost}")
         sync.membership.turns.take()
         words = "this rank has not left within 0.1 s of SIGTERM (a step of its own was under way)"
         assert leave_within(0.1) == words + lost
+
+
+def test_a_leaving_waits_for_the_pass_that_follows_a_broken_one(net, manager):
+    """Otherwise the rank might leave as that pass begins, and its gradients would be dropped."""
+    with attached(net, manager) as sync:
+        turns, ranks, could_leave = sync.membership.turns, sync._steps.ranks, []
+
+        def begin(*, again):
+            could_leave.append(turns.begin_leaving(0))
+            raise KeyError("enough")
+
+        turns.take()
+        sync._source._open = SimpleNamespace(task=-2)  # of a backward pass that has raised
+        ranks.begin = begin
+        with pytest.raises(KeyError):
+            net(torch.ones(4)).sum().backward()
+        assert could_leave == [False]
+        assert turns.begin_leaving(0)
+        turns.end_leaving()
 
 
 def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net, manager):
@@ -151,21 +170,21 @@ def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net,
         sync._changes.remember()  # as after a step
         stepped = sync._weights.read(slice(None))
         assert not torch.equal(stepped[own], start[own])
-        assert torch.equal(sync._go_apart().vector, stepped)
+        assert torch.equal(sync._ranks._go_apart().vector, stepped)
         with sync.shared():
             assert torch.equal(sync._weights.read(slice(None)), start)
-            assert torch.equal(sync._go_apart().vector, stepped)
+            assert torch.equal(sync._ranks._go_apart().vector, stepped)
             with sync.shared():
-                assert torch.equal(sync._go_apart().vector, stepped)
+                assert torch.equal(sync._ranks._go_apart().vector, stepped)
         net.weight.data = torch.zeros_like(net.weight)
-        assert torch.equal(sync._go_apart().vector, start)
+        assert torch.equal(sync._ranks._go_apart().vector, start)
 
 
 def test_a_rank_does_not_catch_up_in_the_exchange_in_which_it_joins(net, manager):
     """That exchange runs outside the loop's steps, so its schedulers would be a step late."""
     optimizer = torch.optim.AdamW(net.parameters(), 0.1)
     with attached(net, manager, optimizer) as sync:
-        attendance = sync.attendance
+        attendance = sync.membership.attendance
         attendance.catch_up = SimpleNamespace(done=True, stop=lambda: None)
         attendance.members.behind = True
         attendance._met = True

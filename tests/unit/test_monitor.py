@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import sparsync
 from sparsync import ConfigurationError
 from sparsync.algorithm import Algorithm
 from sparsync.errors import NonFiniteGradientError
@@ -259,6 +260,13 @@ def test_what_cannot_be_logged_to_is_refused(ddp):
         attach(ddp(), 3)
     with pytest.raises(ConfigurationError, match="xi_period is 0"):
         attach(ddp(), None, xi_period=0)
+
+
+def test_xi_is_refused_where_updates_are_exchanged():
+    net = torch.nn.Linear(2, 2)
+    optimizer, watched = torch.optim.AdamW(net.parameters()), sparsync.Monitoring(xi_period=2)
+    with pytest.raises(ConfigurationError, match=r"xi_period=2\) measures exchanges of gradients"):
+        sparsync.attach(net, optimizer, monitoring=watched)
 
 
 RANKS = 4

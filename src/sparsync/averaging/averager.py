@@ -160,19 +160,20 @@ class Averager(Stateful):
 
             comm = comm or connect()
             self._binding = Binding(model, comm, buffers, optimizer, moments, nonfinite)
-            self._changes = Changes(self._binding.trained.values())
+            self._changes = Changes(self._binding.trained)
             note = weakref.WeakMethod(self._note_loaded)
 
-            def loaded() -> None:
+            def loaded(tensors: Mapping[str, Tensor]) -> None:
                 if (known := note()) is not None:
-                    known()
+                    known(tensors)
 
             self._hooks = self._binding.follow_loads(loaded)
 
-    def _note_loaded(self) -> None:
+    def _note_loaded(self, tensors: Mapping[str, Tensor]) -> None:
         """Note whether weights other than those of the last step were loaded into the model."""
         # Loading an EMA's weights for an evaluation, and then this rank's own again, is no change.
         # A scheme that keeps nothing between averages can continue from any weights.
+        self._changes.follow(tensors)
         keeps = bool(self.memory) or self.staleness != "none"
         self._overwritten = self._begun and keeps and self._changes.differ()
 

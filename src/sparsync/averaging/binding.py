@@ -101,10 +101,11 @@ class Binding:
         self._known_moments = self._find_moments()
         self.initial: Tensor | None = self.read()
 
-    def follow_loads(self, loaded: Callable[[], None]) -> list[RemovableHandle]:
+    def follow_loads(self, loaded: Callable[[Mapping[str, Tensor]], None]) -> list[RemovableHandle]:
         """Call ``loaded`` after every ``load_state_dict`` of the model or of one of its modules.
 
-        Until averaging begins, ``initial`` is updated as well.
+        It is given the module's own tensors, by name, because ``assign=True`` replaces them.  Until
+        averaging begins, ``initial`` is updated as well.
         """
         sizes = self._sizes()
         # places, not views: a view would keep ``initial`` alive after the first step
@@ -112,24 +113,32 @@ class Binding:
             name: slice(end - size, end)
             for name, size, end in zip(self._layout(), sizes, accumulate(sizes), strict=True)
         }
+        # tensors are found by identity, because a tied one is loaded under any of its names
+        named = dict(self.model.named_parameters()) | saved_buffers(self.model)
+        found = {id(named[name]): (name, place) for name, place in places.items() if name in named}
         hooks = []
-        for prefix, module in self.model.named_modules():
-            own = [*module.named_parameters(prefix, recurse=False)]
-            own += module.named_buffers(prefix, recurse=False)
-            its = {name.rpartition(".")[2]: places[name] for name, _ in own if name in places}
+        for module in self.model.modules():
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            its = {name: found[id(tensor)] for name, tensor in own if id(tensor) in found}
             hook = _LoadHook(self, its, loaded)
-            hooks.append(module.register_load_state_dict_post_hook(hook))
+            handle = module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+            hooks.append(handle)
         return hooks
 
     @torch.no_grad()
-    def reread(self, module: nn.Module, places: Mapping[str, slice]) -> None:
-        """Copy a module's own tensors into ``initial``, from which every rank begins."""
-        if self.initial is None:
-            return
-        for name, place in places.items():
-            tensor: Tensor = getattr(module, name)
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            self.initial[place] = real.reshape(-1)
+    def reread(
+        self, module: nn.Module, places: Mapping[str, tuple[str, slice]]
+    ) -> dict[str, Tensor]:
+        """Return a module's own tensors; copy them into ``initial``, from which every rank begins."""
+        tensors = {}
+        for own, (name, place) in places.items():
+            tensor: Tensor | None = getattr(module, own, None)
+            if tensor is None:  # the module has changed, which the next ``read`` refuses
+                continue
+            tensors[name] = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            if self.initial is not None:
+                self.initial[place] = tensors[name].reshape(-1)
+        return tensors
 
     # ---- the vector -------------------------------------------------------------------------------
 
@@ -318,8 +327,8 @@ class _LoadHook:
     def __init__(
         self,
         binding: Binding | None = None,
-        places: Mapping[str, slice] = MappingProxyType({}),
-        loaded: Callable[[], None] | None = None,
+        places: Mapping[str, tuple[str, slice]] = MappingProxyType({}),
+        loaded: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         # the reference is weak, because the averager may end before the model
         self._binding = None if binding is None else weakref.ref(binding)
@@ -328,9 +337,9 @@ class _LoadHook:
     def __call__(self, module: nn.Module, _keys: object) -> None:
         """Note the loaded weights; PyTorch calls this for every loaded module, after its children."""
         if self._binding is not None and (binding := self._binding()) is not None:
-            binding.reread(module, self._places)
+            tensors = binding.reread(module, self._places)
             if self._loaded is not None:
-                self._loaded()
+                self._loaded(tensors)
 
     def __reduce__(self) -> tuple[type[_LoadHook], tuple[()]]:
         return _LoadHook, ()

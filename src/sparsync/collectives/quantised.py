@@ -14,7 +14,7 @@ from sparsync.collectives.collective import Collective, Reduced
 from sparsync.collectives.costs import WORD_BYTES, Cost, Job, Result
 from sparsync.sparse import DenseVector, Vector, run_length, runs
 from sparsync.transports.communicator import Communicator
-from sparsync.wire.codec import MessageFraming, Opened, written
+from sparsync.wire.codec import MessageFraming, Opened, check_dtype, written
 from sparsync.wire.coo import Whole
 from sparsync.wire.levels import LloydMax, difference_to, sum_to
 
@@ -110,7 +110,8 @@ class Quantised(Collective):
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            arrived = [codec.open(m, widths[rank]) for r, m in enumerate(messages) if r != rank]
+            theirs = [message for r, message in enumerate(messages) if r != rank]
+            arrived = [self._opened(message, widths[rank], like) for message in theirs]
             others = _Sum(arrived, like)
             payload = codec.blank(widths[rank], like)
             write = codec.writer(payload)
@@ -121,7 +122,8 @@ class Quantised(Collective):
         messages = await comm.alltoallv([payload] * comm.world_size, lengths, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            opened = [codec.open(m, w) for m, w in zip(messages, widths, strict=True)]
+            pairs = zip(messages, widths, strict=True)
+            opened = [self._opened(message, width, like) for message, width in pairs]
             finite = all(message.is_finite() for message in opened)
             total = _Coded(codec, opened, widths, like, most, finite=finite)
             # For its own region, a rank delivers the decoded sum minus the others' parts.  The parts
@@ -131,6 +133,11 @@ class Quantised(Collective):
             sent = [codec.open(p, w) for p, w in zip(payloads, widths, strict=True)]
             delivered = _Coded(codec, sent, widths, like, most, less=(rank, others))
         return Reduced(total, delivered)
+
+    def _opened(self, message: Tensor, size: int, like: Tensor) -> Opened:
+        """Check a message from another rank."""
+        check_dtype(self.codec, message, like.dtype)
+        return self.codec.open(message, size)
 
     def _widths(self, size: int, world_size: int) -> list[int]:
         """Return the number of elements per region: whole blocks, except in the last."""

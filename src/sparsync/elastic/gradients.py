@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.console import say
-from sparsync.elastic import handles
 from sparsync.elastic.attendance import Attendance, check_options, summing
 from sparsync.elastic.catch_up import Taken, keep_gradients, load_copy, make_copy, rates_of, repeat
 from sparsync.elastic.group import group_of
@@ -34,7 +33,7 @@ from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.replicas import ParameterSource, ReplicaStep
 from sparsync.gradients.shards import Fsdp, shards_of
 from sparsync.gradients.steps import GradientSteps, Ranks, Step
-from sparsync.gradients.sync import GradientSync, Source
+from sparsync.gradients.sync import GradientSync
 from sparsync.handle import make_engine, weakly
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
@@ -42,12 +41,12 @@ from sparsync.sparse import Vector
 from sparsync.transports.driver import Engine, run, together
 from sparsync.transports.groups import SoloCommunicator
 
-__all__ = ["ElasticSync", "PresentRanks", "attach_elastic"]
+__all__ = ["PresentRanks", "attach_elastic"]
 
 
 def attach_elastic(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], options: Options, manager: Any
-) -> ElasticSync:
+) -> GradientSync:
     """Exchange gradients with the ranks of the current quorum; see ``attach``."""
     check_options(options, optimizers)
     given, watched = options.compression, options.monitoring
@@ -89,42 +88,11 @@ def attach_elastic(
     source = ParameterSource(
         model, steps, consensus, shards, Fsdp(model), overlap=overlap, compares=False
     )
-    return ElasticSync(model, steps, source, options, ranks)
-
-
-@final
-class ElasticSync(GradientSync):
-    """The handle of a model whose gradients are exchanged by ranks that may join and leave.
-
-    ``membership`` does the elastic part, and ``attendance`` represents this rank in quorums.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        steps: GradientSteps,
-        source: Source,
-        options: Options,
-        ranks: PresentRanks,
-    ) -> None:
-        super().__init__(model, steps, source, ExitStack(), options)
-        self._ranks, self.membership, self.attendance = ranks, ranks.membership, ranks.attendance
-        self.on_close.callback(self.membership.close)
-        for handle in ranks.watch():
-            self.on_close.callback(handle.remove)
-
-    # ---- for the user ------------------------------------------------------------------------------
-
-    left, last_step = property(handles.left), property(handles.last_step)
-    carry, leave = handles.carry, handles.leave
-
-    def stats(self) -> dict[str, Any]:
-        """Return plain numbers; "elastic" has the current members, changes, and lost residuals."""
-        return {**super().stats(), "elastic": self.attendance.members.state()}
-
-    def finish(self) -> None:
-        """Wait until all ranks have applied the last step.  Call this once, at the end of training."""
-        self._ranks.part()
+    sync = GradientSync(model, steps, source, ExitStack(), options)
+    sync.on_close.callback(ranks.membership.close)
+    for handle in ranks.watch():
+        sync.on_close.callback(handle.remove)
+    return sync
 
 
 @final
@@ -146,6 +114,8 @@ class PresentRanks(Ranks):
         attendance: represents this rank in quorums.
         membership: lets this rank leave.
     """
+
+    membership: Membership
 
     def __init__(
         self,

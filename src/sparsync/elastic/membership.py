@@ -14,13 +14,14 @@ from sparsync.elastic.attendance import Attendance
 from sparsync.elastic.notice import Notice
 from sparsync.elastic.turns import Turns
 from sparsync.errors import ConfigurationError, PeerError
+from sparsync.handle import Presence
 from sparsync.transports.driver import Engine
 
 __all__ = ["Membership"]
 
 
 @final
-class Membership:
+class Membership(Presence):
     """One rank's membership in a group whose ranks may join and leave; the model's handle owns it.
 
     It watches for SIGTERM, lets this rank leave, with or without training steps, and holds the states
@@ -91,6 +92,10 @@ class Membership:
                     "load_state_dict()"
                 )
         self._carried |= named
+
+    def stats(self) -> dict[str, Any]:
+        """Return "elastic": the current members, changes, and lost residuals."""
+        return {"elastic": self.attendance.members.state()}
 
     def leave(self) -> None:
         """Leave with the next two steps; the first of them deals the residual to others.

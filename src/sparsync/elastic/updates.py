@@ -8,8 +8,8 @@ with their count of local steps.  Once it has caught up with the shared weights,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, Final, final
@@ -17,9 +17,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from sparsync.elastic import handles
 from sparsync.elastic.attendance import Attendance, check_options, summing
-from sparsync.elastic.catch_up import Rates, rates_of
+from sparsync.elastic.catch_up import rates_of
 from sparsync.elastic.group import group_of
 from sparsync.elastic.membership import Membership
 from sparsync.errors import (
@@ -33,21 +32,22 @@ from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.schedule import Warmup
 from sparsync.fields import Each, Fields, like, opened, sealed
-from sparsync.handle import weakly
+from sparsync.handle import make_engine, weakly
 from sparsync.monitoring import sink_of
 from sparsync.options import Options
 from sparsync.sparse import DenseVector, Vector
 from sparsync.state import packed, unpacked
+from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run, together
 from sparsync.units import output_parameters
 from sparsync.updates.fragments import Begin, Exchange, Layout, Weights
 from sparsync.updates.gradient_noise import noise_of
-from sparsync.updates.outer_engine import Moves
+from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.outer_step import OuterStep
-from sparsync.updates.sync import UpdateSync
-from sparsync.updates.weights import ModelWeights, trained_of
+from sparsync.updates.sync import Carrier, UpdateRanks, UpdateSync
+from sparsync.updates.weights import ModelWeights, OwnWeights, trained_of
 
-__all__ = ["ElasticUpdates", "attach_elastic_updates"]
+__all__ = ["PresentUpdateRanks", "attach_elastic_updates"]
 
 # In the roll, a rank's position is one number: clock = 3 * local steps + phase.  The phases are an
 # exchange after a local step, the exchange of ``finish``, which delivers everything, and the time
@@ -55,6 +55,9 @@ __all__ = ["ElasticUpdates", "attach_elastic_updates"]
 _PHASES: Final = 3
 _LOCAL, _LAST, _OVER = range(_PHASES)
 _EVERYTHING: Final = slice(0, None)
+_EQUAL: Final = (
+    "contribute() is not for elastic=, where all present ranks have equal weight; omit it"
+)
 
 
 def attach_elastic_updates(
@@ -63,7 +66,7 @@ def attach_elastic_updates(
     outer: OuterStep,
     options: Options,
     manager: Any,
-) -> ElasticUpdates:
+) -> UpdateSync:
     """Exchange updates with the ranks of the current quorum; see ``attach``."""
     check_options(options, optimizers)
     for what, there in {
@@ -96,9 +99,12 @@ def attach_elastic_updates(
         changing=True,
     )
     # unlike in ``attach_updates``, weights are not compared here: the first roll compares their digests
-    sync = ElasticUpdates(
-        model, weights, outer, layout, reducer, densities, optimizers, options, manager
+    carrier = Carrier(make_engine(reducer, ExitStack()), weights.device)
+    ranks = PresentUpdateRanks(
+        manager, weights, outer, layout, reducer, densities, carrier, optimizers, options
     )
+    sync = UpdateSync(model, ranks.own, carrier, ranks, ExitStack(), options, unweighed=_EQUAL)
+    sync.on_close.callback(ranks.membership.close)
     sync.watch(None)
     return sync
 
@@ -122,72 +128,77 @@ class _Densities(Warmup):
 
 
 @final
-class ElasticUpdates(UpdateSync):
-    """The handle of a model whose ranks take local steps, and may join and leave.
+class PresentUpdateRanks(UpdateRanks):
+    """The ranks of the current quorum, whose steps are local between their exchanges.
 
-    ``membership`` does the elastic part, and ``attendance`` represents this rank in quorums.
+    Args:
+        manager: torchft's manager.
+        weights: the model's.
+        settings: the settings of the outer step.
+        layout: the layout of the vector of weights.
+        reducer: a ``changing`` reducer with a ``summing`` algorithm.
+        densities: the reducer's.
+        carrier: runs the exchanges.
+        optimizers: the optimizers of the local steps; a joining rank takes over their states.
+        options: the options of ``attach``.
+
+    Attributes:
+        attendance: represents this rank in quorums.
+        membership: lets this rank leave.
+        outer: the engine of the outer step, which exchanges with the ranks that are present.
+        own: this rank's own weights.
     """
+
+    membership: Membership
 
     def __init__(
         self,
-        model: nn.Module,
+        manager: Any,
         weights: ModelWeights,
         settings: OuterStep,
         layout: Layout,
         reducer: Reducer,
         densities: _Densities,
+        carrier: Carrier,
         optimizers: Sequence[torch.optim.Optimizer],
         options: Options,
-        manager: Any,
     ) -> None:
-        # This handle owns the outer engine, which keeps ``reduce``.  The reference back is weak, so no
-        # cycle delays the end of a dropped model
         me = weakref.ref(self)
 
-        def reduce(
-            exchange: Exchange, moves: list[Moves], units: range
-        ) -> Awaitable[list[Vector] | None]:
-            sync = me()
-            assert sync is not None
-            return sync._reduce(exchange, [its.whole() for its in moves], units)
+        # the outer engine must keep no reference to its owner, because a cycle would delay the end of a
+        # dropped model
+        def here() -> PresentUpdateRanks:
+            ranks = me()
+            assert ranks is not None
+            return ranks
 
-        super().__init__(
-            model,
-            weights,
+        self.outer = outer = OuterEngine(
             settings,
             layout,
             reducer,
-            optimizers,
-            ExitStack(),
-            options,
-            None,
-            {},
-            reduce=reduce,
-            weighs=False,
+            weights,
+            optimizers=optimizers,
+            carry=lambda exchange: here()._carry(exchange),
+            reduce=lambda exchange, moves, units: here()._reduce(
+                exchange, [its.whole() for its in moves], units
+            ),
         )
-        outer = self.outer
+        self.own, self._weights, self._reducer = OwnWeights(weights, outer), weights, reducer
+        self._carrier, self._engine, self._densities = carrier, carrier.engine, densities
         # the rates at the start of an exchange: with ``delay``, schedulers advance meanwhile on the
         # training thread
         self._rates = rates_of(outer.optimizers)
-
-        def rates() -> Rates:
-            sync = me()
-            assert sync is not None
-            return sync._rates
-
         self.attendance = Attendance(
             manager,
             reducer,
             lambda: weights_digest([outer.memory["shared"]]),
-            rates,
+            lambda: here()._rates,
             average=True,
-            nonfinite=self._nonfinite,
+            nonfinite=options.monitoring.policy,
             buffers_that_hold_nan_or_inf=sorted(weights.left_out),
             **outer.described(),
         )
         self.membership = Membership(self.attendance, self._engine, weakly(self._take_part))
-        self.on_close.callback(self.membership.close)
-        self._densities = densities
         self._phase, self._began_at = _LOCAL, 0
         # the weights with which this rank leaves while the program keeps the model; the engine's
         # reference is weak
@@ -197,39 +208,23 @@ class ElasticUpdates(UpdateSync):
         # optimizers
         self._arrival: tuple[dict[str, Any], list[Any]] | None = None
 
-    # ---- for the user ------------------------------------------------------------------------------
-
-    left, last_step = property(handles.left), property(handles.last_step)
-    carry, leave = handles.carry, handles.leave
-
-    def stats(self) -> dict[str, Any]:
-        """Return plain numbers; "elastic" has the current members, changes, and lost residuals."""
-        return {**super().stats(), "elastic": self.attendance.members.state()}
-
-    def contribute(self, *_seen: Any, **_named: Any) -> None:
-        """Refuse to weigh updates: all present ranks weigh the same."""
-        raise ConfigurationError(
-            "contribute() is not for elastic=, where all present ranks have equal weight; omit it"
-        )
-
     # ---- on the training thread --------------------------------------------------------------------
 
-    def _before_forward(self) -> None:
+    def before_forward(self, step: Callable[[], None]) -> None:
+        """Join at the first forward pass; before an exchange, ask for its quorum."""
         self.membership.watch()
-        super()._before_forward()
         if not self.attendance.members.attempt:
             with self.membership.turns.step():
-                self._join()
+                self._join(step)
         # the quorum forms while the forward pass runs
         elif self.outer.is_due(self.outer.steps):
             self.membership.ask()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # the optimizer writes the weights, which a departure would read; ``step`` ends the turn
+    def before_step(self) -> None:
+        """Keep a departure from reading the weights that the optimizer writes, until ``step`` ends."""
         self.membership.turns.take()
-        super()._before_step(optimizer)
 
-    def _join(self) -> None:
+    def _join(self, step: Callable[[], None]) -> None:
         """Meet the others; if they are ahead, take part in their current exchange."""
         attendance = self.attendance
         self._engine.submit(attendance.join).result()
@@ -242,13 +237,13 @@ class ElasticUpdates(UpdateSync):
         self._began_at = steps
         if phase == _LOCAL:
             with attendance.outside_steps():
-                self.step()
+                step()
         elif phase == _LAST:
             self._conclude()
         self._phase = phase
 
-    def _begin_together(self, loaded: bool, own: Tensor) -> bool:
-        # in elastic training ranks do not attach together, so they cannot agree on new weights together
+    def begin_together(self, comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
+        """Refuse weights loaded after ``attach``: ranks that join could not agree on them."""
         require(
             not loaded,
             "weights were loaded after attach; load them before, so that joining ranks start from "
@@ -256,11 +251,11 @@ class ElasticUpdates(UpdateSync):
         )
         return False
 
-    def step(self) -> None:
-        """Count a local step; start and end exchanges.  The optimizer's hook calls this.
+    @contextmanager
+    def step(self) -> Iterator[bool]:
+        """Exclude a leaving; afterwards, continue with the current ranks.
 
         Raises:
-            NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
             PeerError: this rank has left.
         """
         with self.membership.turns.step():
@@ -268,23 +263,23 @@ class ElasticUpdates(UpdateSync):
             # not exchanged; the next one is refused.
             if self.membership.gone and not self._knows:
                 self._knows = True
+                yield False
                 return
             self.membership.check_here()
             self._phase = _LOCAL
-            super().step()
+            yield True
             self._after_exchange()
 
     def finish(self) -> None:
-        """Exchange all that is left, make replicas equal, and wait until all ranks have done so."""
-        self._check_own("finish()")
+        """Exchange all that is left, and wait until all ranks have done so."""
         with self.membership.turns.step():
             self._finish_all()
 
     def _finish_all(self) -> None:
         run(self.outer.land())
         self._after_exchange()
-        with self.reducer.comm.ledger.outside_steps():
-            if not self.left and self._phase == _LOCAL:
+        with self._reducer.comm.ledger.outside_steps():
+            if not self.membership.left and self._phase == _LOCAL:
                 self._conclude()
             # from here on, a rank that resumes after a stall learns that there is nothing to join
             self.attendance.members.tell_clock(self.outer.steps * _PHASES + _OVER)
@@ -294,9 +289,8 @@ class ElasticUpdates(UpdateSync):
             self.outer.catch_up(state["memory"])
             for one, its in zip(self.outer.optimizers, state["optimizers"], strict=True):
                 one.load_state_dict(its)
-        if not self.left:
+        if not self.membership.left:
             self._weights.write(_EVERYTHING, self.outer.memory["shared"])
-        self._changes.remember()
 
     def _conclude(self) -> None:
         """Exchange everything left."""
@@ -310,16 +304,16 @@ class ElasticUpdates(UpdateSync):
         self._rates = rates_of(self.outer.optimizers)
         self._note_begin()
         self.attendance.offer(self._copy)
-        return super()._carry(exchange)
+        return self._carrier.carry(exchange)
 
     def _noting(self) -> Callable[[Begin], None]:
         """Return a ``carry`` that records this rank's position; the exchange runs when awaited."""
-        me = weakref.ref(self)  # the engine keeps the function, which must not keep the handle
+        me = weakref.ref(self)  # the engine keeps the function, which must not keep its owner
 
         def note(_exchange: Begin) -> None:
-            sync = me()
-            assert sync is not None
-            sync._note_begin()
+            ranks = me()
+            assert ranks is not None
+            ranks._note_begin()
 
         return note
 
@@ -359,7 +353,7 @@ class ElasticUpdates(UpdateSync):
         weights, noise, outer = self._go_apart(), self._weights.noise, self.outer
         # gradients are sampled only once, because this rank makes none after its last local step
         sampled = noise is None
-        while not self.left:
+        while not self.membership.left:
             step, self._phase = outer.steps, _LOCAL
             if noise is not None and not sampled and outer.begins_last(step):
                 noise.sample(step)
@@ -379,9 +373,8 @@ class ElasticUpdates(UpdateSync):
         device = self._weights.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        with self._swap:
-            own, lost = self._own, self._own is None and self._changes.written()
-            weights = Weights(self._weights.read(_EVERYTHING) if own is None else own)
+        own, lost = self.own.copied()
+        weights = Weights(own)
         # This already is the engine's thread, on which a queued exchange would wait for the current job.
         # So the exchange is only recorded, and runs when its result is needed.
         self._copied = weights
@@ -397,7 +390,7 @@ class ElasticUpdates(UpdateSync):
         self, exchange: Exchange, deltas: list[Tensor], units: range
     ) -> list[Vector] | None:
         """Exchange until a whole group has succeeded; return the averages, or None if all refuse."""
-        attendance, reducer, members = self.attendance, self.reducer, self.attendance.members
+        attendance, reducer, members = self.attendance, self._reducer, self.attendance.members
         attendance.ready()
         self._accumulate_all(deltas)
 
@@ -436,7 +429,7 @@ class ElasticUpdates(UpdateSync):
 
     def _accumulate_all(self, deltas: Sequence[Tensor]) -> None:
         """Accumulate this rank's changes, or zeros if its weights are not those of the others."""
-        members, reducer = self.attendance.members, self.reducer
+        members, reducer = self.attendance.members, self._reducer
         phase = members.clock % _PHASES
         if phase == _OVER:
             raise PeerError(
@@ -463,7 +456,7 @@ class ElasticUpdates(UpdateSync):
         logged = [catch_up.log[done] for done in range(begin, step) if done in catch_up.log]
         self.outer.catch_up(state["memory"], logged)
         if self._shared_weights() != extras["weights"]:
-            place = self.reducer.comm.ledger.place(step)
+            place = self._reducer.comm.ledger.place(step)
             raise PeerError(
                 f"{place}: this rank has repeated the others' exchanges, but its shared weights "
                 "differ from theirs; run all ranks on the same kind of processor, and the same "

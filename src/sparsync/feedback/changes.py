@@ -6,7 +6,7 @@ if they were an update.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 import torch
@@ -37,31 +37,35 @@ class Changes:
     An in-place operation raises a tensor's version counter; an operation on ``parameter.data`` does not.
 
     Args:
-        parameters: the parameters of one model.
+        parameters: the parameters of one model, by name.
 
     Cost: remembering takes one small copy and a loop over the parameters, 20 us for a hundred of them.
     Comparing takes another loop, and more only if all parameters have changed.
     """
 
-    def __init__(self, parameters: Collection[Tensor]) -> None:
-        self._parameters = list(parameters)
-        found = sorted(self._parameters, key=torch.numel, reverse=True)
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = dict(parameters)
+        found = sorted(parameters.items(), key=lambda item: item[1].numel(), reverse=True)
         # one dtype and device only, so that the samples can be concatenated without further copies
-        self._largest = [
-            p for p in found if (p.dtype, p.device) == (found[0].dtype, found[0].device)
+        alike = [
+            n for n, p in found if (p.dtype, p.device) == (found[0][1].dtype, found[0][1].device)
         ]
-        del self._largest[_SAMPLED:]
+        self._largest = alike[:_SAMPLED]
         self._versions: list[int] = []
         self._sample = torch.zeros(0)
 
+    def follow(self, tensors: Mapping[str, Tensor]) -> None:
+        """Look at these tensors from now on, where they have taken the places of former parameters."""
+        self._parameters |= {n: tensor for n, tensor in tensors.items() if n in self._parameters}
+
     def remember(self) -> None:
         """Remember the current parameters; they should not change before the next step."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = [parameter._version for parameter in self._parameters.values()]
         self._sample = self._some()
 
     def written(self) -> bool:
         """Return whether counters or samples show that a parameter was written to."""
-        now = [parameter._version for parameter in self._parameters]
+        now = [parameter._version for parameter in self._parameters.values()]
         return now != self._versions or self.differ()
 
     def differ(self) -> bool:
@@ -74,7 +78,7 @@ class Changes:
         """Return whether all parameters were written to, with weights that no step could produce."""
         # In the usual case, no elements are read: loading a checkpoint writes all parameters, so a
         # single unwritten parameter rules a load out.
-        pairs = zip(self._parameters, self._versions, strict=False)
+        pairs = zip(self._parameters.values(), self._versions, strict=False)
         if not self._versions or any(p._version == version for p, version in pairs):
             return False
         now, before = self._some(), self._sample
@@ -84,7 +88,8 @@ class Changes:
     def _some(self) -> Tensor:
         if not self._largest:
             return torch.zeros(0)
-        return torch.cat([_some_of(local_of(parameter)) for parameter in self._largest]).float()
+        largest = [_some_of(local_of(self._parameters[name])) for name in self._largest]
+        return torch.cat(largest).float()
 
 
 def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:

@@ -260,8 +260,10 @@ class ParameterSource(Source):
         # exposes; in a pipeline it is all backward passes until ``step()``.
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
         if self._open is not None and self._open.task != task:
-            # the backward pass of the open step has failed, or encloses this one (checkpointing)
-            self.discard()
+            # The backward pass of the open step has failed, or encloses this one (checkpointing).  The
+            # step does not end, because an elastic rank might leave before this pass has begun its own
+            self._open = None
+            self._steps.discard(ends=False)
         if self._open is None:
             # checked again: a loop may call parts of the model, which have no hook
             if (model := self._model()) is not None and not self._scheduled:

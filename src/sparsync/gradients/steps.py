@@ -26,7 +26,7 @@ from sparsync.feedback.reducer_state import rescale_
 from sparsync.feedback.step import channel_of
 from sparsync.gradients.runs import Run
 from sparsync.gradients.sentinel import check_replicas
-from sparsync.handle import Hook
+from sparsync.handle import Hook, Presence
 from sparsync.options import Options
 from sparsync.sparse import Vector
 from sparsync.transports.agree import agree
@@ -63,7 +63,13 @@ class Step(ABC):
 
 
 class Ranks(ABC):
-    """The ranks that exchange a step."""
+    """The ranks that exchange a step.
+
+    Attributes:
+        membership: this rank's, which lets it leave.
+    """
+
+    membership: Presence
 
     @property
     @abstractmethod
@@ -96,6 +102,10 @@ class Ranks(ABC):
     def end(self) -> None:
         """Note that the step is closed, successful or not."""
 
+    @abstractmethod
+    def part(self) -> None:
+        """Wait until all ranks have applied the last step."""
+
 
 @final
 class AllRanks(Ranks):
@@ -103,6 +113,7 @@ class AllRanks(Ranks):
 
     def __init__(self, reducer: Reducer, whole: Reducer | NodeReducer, policy: str) -> None:
         self._reducer, self._whole, self._policy = reducer, whole, policy
+        self.membership = Presence()
 
     @property
     def counts(self) -> bool:
@@ -147,6 +158,9 @@ class AllRanks(Ranks):
     def end(self) -> None:
         """Do nothing."""
 
+    def part(self) -> None:
+        """Do nothing: a step that one rank has applied is applied by all."""
+
 
 @final
 class GradientSteps:
@@ -156,6 +170,7 @@ class GradientSteps:
     while the reducer has only this rank's part of them.
 
     Attributes:
+        ranks: the ranks that exchange the steps.
         before: steps and bytes before the first step of this process.
         last: the last step that was settled.
     """
@@ -183,7 +198,7 @@ class GradientSteps:
             watched.sentinel,
             watched.policy,
         )
-        self._ranks = ranks or AllRanks(reducer, self._whole, watched.policy)
+        self.ranks = ranks or AllRanks(reducer, self._whole, watched.policy)
         self.before: tuple[int, Traffic] | None = None
         self.last: Step | None = None
         self._opened = (-1, 0)  # the last opened step, and the bytes sent before it
@@ -214,19 +229,19 @@ class GradientSteps:
             self.before = reducer.step, ledger.set_up()
         opened, sent = self._opened
         try:
-            if not self._ranks.begin(again=opened == reducer.step and ledger.total().sent > sent):
+            if not self.ranks.begin(again=opened == reducer.step and ledger.total().sent > sent):
                 return False
             self._opened = reducer.step, ledger.total().sent
             if self._scaler is not None:
                 rescale_(reducer, self._scaler.get_scale())
         except BaseException:
-            self._ranks.end()
+            self.ranks.end()
             raise
         return True
 
     def accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
         """Add the gradient of a run's parameters, 1-D, to its unit."""
-        if not self._ranks.counts:
+        if not self.ranks.counts:
             gradient.zero_()
         correction, weights = self.reducer.correction, None
         if correction and correction.weight_decay:
@@ -255,7 +270,7 @@ class GradientSteps:
     def finish(self, this: Step) -> None:
         """Write the averages into the gradients when all jobs have ended, or undo the step."""
         try:
-            averages = self._ranks.averages(this)
+            averages = self.ranks.averages(this)
             if averages is not None:
                 this.write(averages)
         except NonFiniteGradientError:
@@ -266,14 +281,14 @@ class GradientSteps:
             raise
         finally:
             self.wait_for_gpu()
-            self._ranks.finished()
+            self.ranks.finished()
 
     def settle(self, this: Step, finished: Future[None]) -> bool:
         """Wait for ``finish`` on the training thread; return whether to apply the averages."""
         try:
-            return self._ranks.settled(self._wait(this, finished))
+            return self.ranks.settled(self._wait(this, finished))
         finally:
-            self._ranks.end()
+            self.ranks.end()
 
     def _wait(self, this: Step, finished: Future[None]) -> bool:
         self.last, self._left, begin = this, True, self.reducer.comm.now
@@ -322,15 +337,16 @@ class GradientSteps:
 
     # ---- whenever ----------------------------------------------------------------------------------
 
-    def discard(self) -> None:
-        """Undo what a broken backward pass has begun."""
+    def discard(self, *, ends: bool = True) -> None:
+        """Undo what a broken backward pass has begun, and end the step unless another pass follows."""
 
         def undo() -> None:
             self._whole.refuse()
             self.wait_for_gpu()
 
         self.engine.submit(undo).result()
-        self._ranks.end()
+        if ends:
+            self.ranks.end()
 
     def restart(self) -> None:
         """Continue from a state that the reducer has loaded."""

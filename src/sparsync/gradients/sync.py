@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, final
 
 from torch import nn
 
@@ -49,6 +49,18 @@ class Source(ABC):
     def discard(self) -> None:
         """Undo what a broken backward pass has begun."""
 
+    @property
+    def exchange(self) -> str:
+        """The kind of exchange, for ``stats``."""
+        return "gradients"
+
+    def contribute(self) -> None:
+        """Refuse to weigh this rank's updates, because gradients are exchanged."""
+        raise ConfigurationError(
+            "contribute() weighs updates, and this exchanges gradients, which are averaged as DDP does; "
+            "multiply the loss by n * ranks / (sum of all ranks' n) instead (docs/optimizers.md)"
+        )
+
     def step(self) -> None:
         """Close a step that ``backward()`` cannot close."""
         raise ConfigurationError(
@@ -57,10 +69,11 @@ class Source(ABC):
         )
 
 
+@final
 class GradientSync(Handle):
     """The handle of a model whose gradients are exchanged on every step.
 
-    ``source`` collects the gradients, and ``steps`` does the rest.
+    ``source`` collects the gradients, and ``steps`` does the rest, with its ``ranks``.
     """
 
     def __init__(
@@ -73,7 +86,8 @@ class GradientSync(Handle):
         pieces: Mapping[str, Piece] | None = None,
     ) -> None:
         reducer, engine = steps.reducer, steps.engine
-        super().__init__(model, reducer, engine, groups, options, steps.consensus, pieces)
+        membership, consensus = steps.ranks.membership, steps.consensus
+        super().__init__(model, reducer, engine, groups, options, membership, consensus, pieces)
         self._steps, self._source = steps, source
         source.watch(self)
 
@@ -102,10 +116,7 @@ class GradientSync(Handle):
         Raises:
             ConfigurationError: gradients are exchanged.
         """
-        raise ConfigurationError(
-            "contribute() weighs updates, and this exchanges gradients, which are averaged as DDP does; "
-            "multiply the loss by n * ranks / (sum of all ranks' n) instead (docs/optimizers.md)"
-        )
+        self._source.contribute()
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: local steps, exchanges, bytes per exchange and phase, residual norms.
@@ -121,7 +132,7 @@ class GradientSync(Handle):
             phases = self._inner.ledger.by_phase()
             stats["inner"] = {phase: traffic.as_dict() for phase, traffic in phases.items()}
         spans = {} if last is None else last.spans
-        stats["exchange"] = "gradients"
+        stats["exchange"] = self._source.exchange
         stats["spans_last_exchange"] = [[unit, *span] for unit, span in spans.items()]
         stats["waited_last_exchange"] = list(last.waited) if last and last.waited else None
         return stats
@@ -178,7 +189,11 @@ class GradientSync(Handle):
         return nullcontext()
 
     def finish(self) -> None:
-        """Do nothing, because exchanged gradients keep replicas equal."""
+        """Wait until all ranks have applied the last step, with ``elastic=``; otherwise do nothing.
+
+        Exchanged gradients keep replicas equal.
+        """
+        self._steps.ranks.part()
 
     def step(self) -> None:
         """Close the step of a pipeline: call it after ``schedule.step()``, before the optimizer.

@@ -10,12 +10,12 @@ model, DDP exchanges nothing.
 from __future__ import annotations
 
 import copy
-import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
 
 import torch
@@ -28,8 +28,7 @@ from sparsync.algorithm import LARGE, Algorithm, default_bits
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
 from sparsync.exclusive import Guard, check_outside_ddp, exchanged_updates
-from sparsync.feedback.changes import Changes, begin_together
-from sparsync.feedback.reducer import Reducer
+from sparsync.feedback.changes import begin_together
 from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
 from sparsync.feedback.step import Proposal
 from sparsync.fields import (
@@ -45,7 +44,15 @@ from sparsync.fields import (
 from sparsync.gradients.ddp import check_ddp
 from sparsync.gradients.hierarchy import Node
 from sparsync.gradients.sentinel import check_replicas
-from sparsync.handle import CommHook, Handle, Hook, call_after_backward, make_engine, weakly
+from sparsync.handle import (
+    CommHook,
+    Handle,
+    Hook,
+    Presence,
+    call_after_backward,
+    make_engine,
+    weakly,
+)
 from sparsync.options import Compression, Options
 from sparsync.transports.agree import (
     agree,
@@ -54,7 +61,7 @@ from sparsync.transports.agree import (
     on_all_or_none,
 )
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import Operation, run
+from sparsync.transports.driver import Engine, Operation, run
 from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
 from sparsync.units import (
@@ -65,10 +72,10 @@ from sparsync.units import (
     training,
 )
 from sparsync.updates.family import OUTER_SETTINGS
-from sparsync.updates.fragments import Begin, Layout
+from sparsync.updates.fragments import Begin
 from sparsync.updates.gradient_noise import correct, noise_of
 from sparsync.updates.offload import offloaded
-from sparsync.updates.outer_engine import OuterEngine, Reduce, alone
+from sparsync.updates.outer_engine import OuterEngine, alone
 from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.rank_state import (
     SCALER_KIND,
@@ -80,7 +87,7 @@ from sparsync.updates.rank_state import (
 )
 from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.stepping import follow
-from sparsync.updates.weights import ModelWeights, trained_of
+from sparsync.updates.weights import ModelWeights, OwnWeights, trained_of
 
 _ADVISED = 30  # steps whose mean duration is considered reliable
 _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
@@ -91,9 +98,20 @@ _AGREEING = 0.5
 _IDLE = 100
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _EVERYTHING = slice(0, None)
+_DIVIDED = (
+    "contribute() is for replicas of one rank, and this one is divided (a node, or shards); "
+    "weigh the loss inside the replica, and let replicas see equally much"
+)
 _CURE = "load a state that this handle's state_dict() returned, into the same set-up"
 
-__all__ = ["UpdateSync", "attach_updates", "make_outer", "said_of_size"]
+__all__ = [
+    "Carrier",
+    "UpdateRanks",
+    "UpdateSync",
+    "attach_updates",
+    "make_outer",
+    "said_of_size",
+]
 
 
 def make_outer(
@@ -207,19 +225,33 @@ def attach_updates(
         groups.close()
         raise
     try:
-        sync = UpdateSync(
-            module,
-            weights,
+        # a replica of several ranks would have to agree on one count before it is weighed
+        several = consensus is not None and consensus.parts.world_size > 1
+        countable = node is None and not several
+        carrier = Carrier(make_engine(reducer, groups, consensus), weights.device)
+        running = OuterEngine(
             outer,
             layout,
             reducer,
-            optimizers,
+            weights,
+            optimizers=optimizers,
+            carry=carrier.carry,
+            on_any_part=consensus.on_any if consensus and several else alone,
+            weighs=None if countable else False,
+            ledgers=[] if consensus is None else [consensus.parts.ledger],
+            on_host=offload.shared,
+        )
+        sync = UpdateSync(
+            module,
+            OwnWeights(weights, running),
+            carrier,
+            _AllRanks(running),
             groups,
             options,
             consensus,
             pieces,
             advises=advises,
-            on_host=offload.shared,
+            unweighed="" if countable else _DIVIDED,
         )
     except BaseException:
         groups.close()
@@ -250,68 +282,135 @@ def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) 
     return pieces, kinds, ranks, PartsConsensus(options.parts(ranks, groups))
 
 
+class UpdateRanks(ABC):
+    """The ranks that exchange updates.
+
+    Attributes:
+        membership: this rank's, which lets it leave.
+    """
+
+    membership: Presence
+
+    @abstractmethod
+    def before_forward(self, step: Callable[[], None]) -> None:
+        """Prepare for a forward pass; ``step`` takes a local step of the handle."""
+
+    @abstractmethod
+    def before_step(self) -> None:
+        """Prepare for the optimizer's writes to the weights, until the next ``step``."""
+
+    @abstractmethod
+    def begin_together(self, comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
+        """Return whether all ranks begin from weights loaded after ``attach``; see ``begin_together``."""
+
+    @abstractmethod
+    def step(self) -> AbstractContextManager[bool]:
+        """Return the context of a local step, whose value is whether to take it."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Exchange all that is left, and make replicas equal."""
+
+
+@final
+class _AllRanks(UpdateRanks):
+    """The ranks that have called ``attach`` together."""
+
+    def __init__(self, outer: OuterEngine) -> None:
+        self._outer, self.membership = outer, Presence()
+
+    def before_forward(self, step: Callable[[], None]) -> None:
+        """Do nothing."""
+
+    def before_step(self) -> None:
+        """Do nothing."""
+
+    def begin_together(self, comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
+        """Ask all ranks."""
+        return begin_together(comms, loaded, own)
+
+    def step(self) -> AbstractContextManager[bool]:
+        """Take every step."""
+        return nullcontext(True)
+
+    def finish(self) -> None:
+        """Deliver all that is left, uncompressed."""
+        run(self._outer.settle())  # exchanges in flight are booked on the steps that began them
+        with self._outer.reducer.comm.ledger.outside_steps():
+            run(self._outer.deliver())
+
+
+@final
+class Carrier:
+    """Carries exchanges on the handle's thread, and measures their durations.
+
+    Attributes:
+        busy: seconds of exchanges.
+        waited: seconds that the training thread waited for them.
+    """
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self.engine, self._device = engine, device
+        self.busy = self.waited = 0.0
+
+    def carry(self, exchange: Begin) -> Awaitable[None]:
+        """Queue an exchange.
+
+        On a GPU the job uses this thread's stream, which has read the weights and will write them.
+        """
+        gpu = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device) if gpu else None
+
+        def job() -> float:
+            begin = time.perf_counter()
+            with torch.cuda.stream(stream):  # a no-op if None
+                run(exchange())
+            return time.perf_counter() - begin
+
+        return _Carried(self.engine.submit(job), self)
+
+    def book(self, busy: float, waited: float) -> None:
+        """Add the seconds of an exchange, and the seconds that the training thread waited for it."""
+        self.busy += busy
+        self.waited += waited
+
+
+@final
 class UpdateSync(Handle):
-    """The handle of a model whose optimizers take local steps between exchanges of updates."""
+    """The handle of a model whose optimizers take local steps between exchanges of updates.
+
+    ``own`` are its weights and their outer engine, ``carrier`` runs exchanges, and ``ranks`` take part.
+    """
 
     def __init__(
         self,
         module: nn.Module,
-        weights: ModelWeights,
-        settings: OuterStep,
-        layout: Layout,
-        reducer: Reducer,
-        optimizers: Sequence[torch.optim.Optimizer],
+        own: OwnWeights,
+        carrier: Carrier,
+        ranks: UpdateRanks,
         groups: Groups | ExitStack,
         options: Options,
-        consensus: Any,
-        pieces: Any,
+        consensus: Any = None,
+        pieces: Any = None,
         *,
         advises: bool = False,
-        reduce: Reduce | None = None,
-        weighs: bool | None = None,
-        on_host: bool = False,
+        unweighed: str = "",
     ) -> None:
-        engine = make_engine(reducer, groups, consensus)
-        super().__init__(module, reducer, engine, groups, options, consensus, pieces)
+        reducer, engine = own.outer.reducer, carrier.engine
+        membership = ranks.membership
+        super().__init__(module, reducer, engine, groups, options, membership, consensus, pieces)
         self._before: tuple[int, Traffic] | None = None  # steps and bytes before the first one here
-        self._weights = weights
+        self._own, self._weights, self.outer = own, own.weights, own.outer
+        self._carrier, self._ranks, self._changes = carrier, ranks, own.changes
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
-        # this rank's own weights, set aside while the model holds the shared ones
-        self._own: Tensor | None = None
-        # the lock is reentrant, because a signal handler may call ``shared`` during a swap
-        self._swap = threading.RLock()
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
-        self._changes = Changes(weights.trained.values())
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
         self._groups: dict[torch.optim.Optimizer, int] = {}  # how many groups each one had
-        self._busy = self._waited = 0.0  # seconds of exchanges; seconds the training thread waited
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
-        # the ranks of a split replica would have to agree on one count before it is weighed
-        parts = 1 if consensus is None else consensus.parts.world_size
-        self._countable = weights.node is None and parts == 1
-        me = weakref.ref(self)
-
-        def carry(exchange: Begin) -> Awaitable[None]:
-            sync = me()
-            assert sync is not None
-            return sync._carry(exchange)
-
-        self.outer = OuterEngine(
-            settings,
-            layout,
-            reducer,
-            weights,
-            optimizers=optimizers,
-            carry=carry,
-            reduce=reduce,
-            on_any_part=consensus.on_any if parts > 1 else alone,
-            weighs=weighs if self._countable else False,
-            ledgers=[] if consensus is None else [consensus.parts.ledger],
-            on_host=on_host,
-        )
+        self._unweighed = unweighed  # the error of ``contribute``, if ranks cannot be weighed
 
     @property
     def steps(self) -> int:
@@ -327,27 +426,6 @@ class UpdateSync(Handle):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers whose steps are followed by exchanges; if empty, the user calls ``step``."""
         return self.outer.optimizers
-
-    def _carry(self, exchange: Begin) -> Awaitable[None]:
-        """Queue an exchange on the engine's thread.
-
-        On a GPU the job uses this thread's stream, which has read the weights and will write them.
-        """
-        device = self._weights.device
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-        def job() -> float:
-            begin = time.perf_counter()
-            with torch.cuda.stream(stream):  # a no-op if None
-                run(exchange())
-            return time.perf_counter() - begin
-
-        return _Carried(self._engine.submit(job), self)
-
-    def book(self, busy: float, waited: float) -> None:
-        """Add the seconds of an exchange, and the seconds that the training thread waited for it."""
-        self._busy += busy
-        self._waited += waited
 
     def watch(self, ddp: DistributedDataParallel | None) -> None:
         """Stop DDP's own exchange and follow the optimizers' steps, until ``close``."""
@@ -393,6 +471,7 @@ class UpdateSync(Handle):
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_model()  # also where the loop calls parts of the model, which have no hook
         self._look_outside(optimizer)
+        self._ranks.before_step()
         self._check_start()
         require(
             not self._changes.replaced(),
@@ -416,7 +495,8 @@ class UpdateSync(Handle):
         self._begins, outer = False, self.outer
         own, shared = outer.read(self._weights), outer.memory["shared"]
         end = outer.layout.end
-        if not self._begin_together(self._loaded(own), own[:end]):
+        loaded = self._loaded(own)
+        if not self._ranks.begin_together(self.communicators, loaded, own[:end]):
             return
         # buffers, which lie beyond the end, have seen a batch since, and are averaged anyway
         outer.begin_again(torch.cat([own[:end], shared[end:]]))
@@ -428,9 +508,6 @@ class UpdateSync(Handle):
             return self._changes.differ()
         end = self.outer.layout.end
         return not own[:end].equal(self.outer.memory["shared"][:end])
-
-    def _begin_together(self, loaded: bool, own: Tensor) -> bool:
-        return begin_together(self.communicators, loaded, own)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         # a skipped step has no gradients worth measuring, but it counts, because other ranks may
@@ -525,6 +602,7 @@ class UpdateSync(Handle):
             alone = () if ddp is None else ddp.parameters_to_ignore
             check_same_parameters(module, self._weights.trained.values(), alone=alone)
             self._seen = seen
+        self._ranks.before_forward(self.step)
 
     # ---- a step ------------------------------------------------------------------------------------
 
@@ -555,11 +633,8 @@ class UpdateSync(Handle):
             sync.contribute(tokens=targets.numel())
             optimizer.step()
         """
-        if not self._countable:
-            raise ConfigurationError(
-                "contribute() is for replicas of one rank, and this one is divided (a node, or shards); "
-                "weigh the loss inside the replica, and let replicas see equally much"
-            )
+        if self._unweighed:
+            raise ConfigurationError(self._unweighed)
         self.outer.contributions.add(seen, tokens, samples)
 
     def _count_for_node(self) -> None:
@@ -582,8 +657,13 @@ class UpdateSync(Handle):
             NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
             CommunicationError: a peer is gone, or took longer than the timeout.
         """
+        with self._ranks.step() as present:
+            if present:
+                self._step()
+
+    def _step(self) -> None:
         outer = self.outer
-        self._check_own("an optimizer's step")
+        self._own.check("an optimizer's step")
         self._idle = 0
         if outer.optimizers:  # otherwise the user's step has already happened
             self._check_start()
@@ -646,7 +726,7 @@ class UpdateSync(Handle):
     def _advise(self) -> None:
         """Tell the user if plain DDP would be about as fast, because DDP loses no accuracy."""
         seconds = (time.perf_counter() - self._started) / _ADVISED
-        waited, dense = self._waited / _ADVISED, self._dense_seconds()
+        waited, dense = self._carrier.waited / _ADVISED, self._dense_seconds()
         if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
             say(
                 f"dense wins here: a step takes {1e3 * seconds:.1f} ms, {1e3 * waited:.1f} of "
@@ -676,40 +756,14 @@ class UpdateSync(Handle):
         ddp = self._ddp()
         return nullcontext() if ddp is None else ddp.no_sync()
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> AbstractContextManager[None]:
         """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
-        # Restore the rank's own weights even if the block raises: training that continued from the
-        # shared weights would lose them.
-        with self._swap:
-            # use the model's weights, because an engine that runs apart has its own copy
-            outside, before = self._own, self.outer.read(self._weights)
-            self._weights.reshard()
-            self.outer.write(self._weights, self.outer.memory["shared"])
-            self._own = before if outside is None else outside
-        try:
-            yield
-        finally:
-            with self._swap:
-                self._weights.reshard()  # an evaluation has left whole parameters, which are stale
-                self.outer.write(self._weights, before)
-                self._own = outside
-                self._changes.remember()
-
-    def _check_own(self, what: str) -> None:
-        """Refuse an action that needs this rank's own weights while the model holds the shared ones."""
-        require(
-            self._own is None,
-            f"{what} within shared(), which replaces this rank's own weights; leave that block "
-            "first",
-        )
+        return self._own.shared()
 
     def finish(self) -> None:
         """Exchange everything left and make replicas equal; all ranks call this, and may train on."""
-        self._check_own("finish()")
-        run(self.outer.settle())  # exchanges in flight are booked on the steps that began them
-        with self.reducer.comm.ledger.outside_steps():
-            run(self.outer.deliver())
+        self._own.check("finish()")
+        self._ranks.finish()
         self._changes.remember()
 
     # ---- state -------------------------------------------------------------------------------------
@@ -723,8 +777,8 @@ class UpdateSync(Handle):
             **self._numbers(self._before),
             "inner": {phase: its.as_dict() for part in phases for phase, its in part.items()},
             "exchange": "updates",
-            "exchange_seconds": self._busy,
-            "waited_seconds": self._waited,
+            "exchange_seconds": self._carrier.busy,
+            "waited_seconds": self._carrier.waited,
             **outer.described(),
             "drift": outer.drift,
             "agreement": None if self._weights.noise is None else self._weights.noise.agreement,
@@ -737,7 +791,7 @@ class UpdateSync(Handle):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, including its own weights and its optimizers' moments."""
-        self._check_own("saving of this rank's weights")
+        self._own.check("saving of this rank's weights")
         run(self.outer.settle())
         module, noise = self._plain(), self._weights.noise
         assert module is not None
@@ -810,7 +864,7 @@ class UpdateSync(Handle):
 
         If it raises, nothing was changed on any rank.
         """
-        self._check_own("load_state_dict()")
+        self._own.check("load_state_dict()")
         run(self.outer.settle())
         comms = self.communicators
         parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
@@ -869,15 +923,14 @@ class _Carried(Operation):
     process ends before the exchange has landed.
     """
 
-    def __init__(self, future: Future[float], sync: UpdateSync) -> None:
-        self._future, self._sync = future, weakref.ref(sync)
+    def __init__(self, future: Future[float], carrier: Carrier) -> None:
+        self._future, self._carrier = future, carrier
 
     def wait(self) -> None:
         """Block until the exchange has ended; book its duration and the duration of this wait."""
         begin = time.perf_counter()
         busy = self._future.result()
-        if (sync := self._sync()) is not None:
-            sync.book(busy, time.perf_counter() - begin)
+        self._carrier.book(busy, time.perf_counter() - begin)
         self.done = True
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Final, final
 
@@ -11,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.binding import averaged_buffers, saved_buffers
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
+from sparsync.feedback.changes import Changes
 from sparsync.gradients.hierarchy import Node
 from sparsync.units import is_finite, local_of
 from sparsync.updates.fragments import Weights
 from sparsync.updates.gradient_noise import GradientNoise
+from sparsync.updates.outer_engine import OuterEngine
 
-__all__ = ["ModelWeights", "trained_of"]
+__all__ = ["ModelWeights", "OwnWeights", "trained_of"]
 
 _UNSEEN: Final = (0, -1)  # the mark of a buffer that was not inspected yet
 _SAMPLES: Final = "(samples of gradients)"  # parentheses: no buffer has this name
@@ -255,3 +259,54 @@ class ModelWeights(Weights):
             whole = own if self.node is None else self.node.gathered(own).flatten()
             values.copy_(whole[: values.numel()].view_as(values))
             self.noise.measure()
+
+
+@final
+class OwnWeights:
+    """A rank's own weights, which are set aside while the model holds the shared ones.
+
+    Attributes:
+        changes: detects weights that the program has written.
+    """
+
+    def __init__(self, weights: ModelWeights, outer: OuterEngine) -> None:
+        self.weights, self.outer = weights, outer
+        self.changes = Changes(weights.trained)
+        self._aside: Tensor | None = None
+        # the lock is reentrant, because a signal handler may call ``shared`` during a swap
+        self._lock = threading.RLock()
+
+    def check(self, what: str) -> None:
+        """Refuse an action that needs this rank's own weights while the model holds the shared ones."""
+        require(
+            self._aside is None,
+            f"{what} within shared(), which replaces this rank's own weights; leave that block "
+            "first",
+        )
+
+    def copied(self) -> tuple[Tensor, bool]:
+        """Return a copy, and whether the model held weights that the program has written instead."""
+        with self._lock:
+            if self._aside is not None:
+                return self._aside, False
+            return self.weights.read(slice(0, None)), self.changes.written()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Put the shared weights into the model; then restore this rank's."""
+        # the rank's own weights are restored even if the block raises, because training on from the
+        # shared weights would lose them
+        with self._lock:
+            # these are the model's weights, because an engine that runs apart has its own copy
+            outside, before = self._aside, self.outer.read(self.weights)
+            self.weights.reshard()
+            self.outer.write(self.weights, self.outer.memory["shared"])
+            self._aside = before if outside is None else outside
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.weights.reshard()  # an evaluation has left whole parameters, which are stale
+                self.outer.write(self.weights, before)
+                self._aside = outside
+                self.changes.remember()

@@ -31,6 +31,7 @@ __all__ = [
     "Opened",
     "Writer",
     "check_block",
+    "check_dtype",
     "check_end",
     "decode_as",
     "written",
@@ -299,12 +300,21 @@ def decode_as(codec: Codec[V], message: Tensor, size: int, dtype: torch.dtype) -
     # a codec decodes to the dtype that the header claims, and sums of two dtypes would fail or
     # round elsewhere
     vector = codec.decode(message, size)
-    if vector.values.dtype != dtype:
+    _check_dtype(vector.values.dtype, dtype)
+    return vector
+
+
+def check_dtype(codec: Codec[Any], message: Tensor, dtype: torch.dtype) -> None:
+    """Refuse another rank's message unless it claims the dtype in which this rank sends ``dtype``."""
+    _check_dtype(codec.read_header(message).dtype, codec.header(0, 0, dtype).dtype)
+
+
+def _check_dtype(claimed: torch.dtype, own: torch.dtype) -> None:
+    if claimed != own:
         raise WireFormatError(
-            f"a message claims values of {vector.values.dtype}, and this rank's are {dtype}; it is "
+            f"a message claims values of {claimed}, and this rank's are {own}; it is "
             "corrupt, or the ranks train in different dtypes"
         )
-    return vector
 
 
 def check_block(block: int) -> None:

@@ -452,8 +452,7 @@ def _train(
 ) -> None:
     import sparsync
     from sparsync.elastic import make_manager  # torchft is only needed by this command
-    from sparsync.elastic.gradients import ElasticSync
-    from sparsync.elastic.updates import ElasticUpdates
+    from sparsync.elastic.membership import Membership
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     workload = settings.make_workload()
@@ -477,7 +476,8 @@ def _train(
     exchange: Any = "updates" if isinstance(chosen, OuterStep) else "gradients"
     density = None if exchange == "updates" else settings.density
     sync = sparsync.attach(model, optimizers, chosen, density, exchange=exchange, elastic=manager)
-    assert isinstance(sync, ElasticSync | ElasticUpdates)
+    assert isinstance(sync.membership, Membership)
+    attendance = sync.membership.attendance
     known, last_group = 0, 0
     while sync.steps < settings.steps:
         step = sync.steps
@@ -495,7 +495,7 @@ def _train(
         for optimizer in optimizers:
             optimizer.step()
         if sync.steps > step:
-            last: tuple[int, int, bool] = sync.last_step
+            last = attendance.last_step
             every = sync.stats()["elastic"]["changes"] if last[0] != last_group else []
             changes = [Change(*(one[name] for name in Change._fields)) for one in every[known:]]
             known, last_group = known + len(changes), last[0]

@@ -29,7 +29,7 @@ from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
 from sparsync.wire import Codec, Qsgd, Whole
-from sparsync.wire.codec import MessageFraming
+from sparsync.wire.codec import MessageFraming, check_dtype
 
 __all__ = [
     "CODECS",
@@ -400,6 +400,7 @@ async def coded_allreduce(
     framing = MessageFraming(codec)
 
     def decoded(payload: Tensor, size: int) -> Tensor:
+        check_dtype(codec, payload, vector.dtype)
         return codec.decode(payload, size).values.to(vector.dtype)
 
     encoded = [codec.encode(DenseVector(block)) for block in blocks]

@@ -591,6 +591,7 @@ class UpdateSync(Handle):
             self._changes.remember()
             self._note_idle("a forward pass with new weights, and no sync.step(); call it")
         self._check_model()
+        self._ranks.before_forward(self.step)
 
     def _check_model(self) -> None:
         """Refuse parameters that train now, but are not exchanged."""
@@ -602,7 +603,6 @@ class UpdateSync(Handle):
             alone = () if ddp is None else ddp.parameters_to_ignore
             check_same_parameters(module, self._weights.trained.values(), alone=alone)
             self._seen = seen
-        self._ranks.before_forward(self.step)
 
     # ---- a step ------------------------------------------------------------------------------------
 

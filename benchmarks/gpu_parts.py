@@ -137,7 +137,7 @@ class Given(nn.Module):
 
 
 def optimizer_of(model: nn.Module, exchange: str | None) -> torch.optim.Optimizer:
-    """Return AdamW for updates, otherwise SGD with rate 1, which rounds alike on every device."""
+    """Return AdamW for updates, otherwise SGD with a rate of 1, which rounds equally on all devices."""
     if exchange == "updates":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
     return torch.optim.SGD(model.parameters(), lr=1.0)

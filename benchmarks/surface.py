@@ -141,7 +141,7 @@ def steps_to_goal(curves: Results, line: Line) -> float | None:
 
 
 def as_adamw(line: Line, lab: str) -> bool:
-    """Return whether a method with SGD reuses its seconds with AdamW, most of which are exchange."""
+    """Return whether the times of a method with AdamW, mostly of exchanges, also serve for SGD."""
     return line.optimizer == "sgd" and not line.default and not lab.startswith(FASTEST)
 
 

@@ -184,10 +184,10 @@ def row(
     Args:
         name: name of the algorithm.
         collective: the class of the collective.
-        source: paper and equation of its cost.
-        selector: makes the selector.
+        source: the paper and equation that give its cost.
+        selector: a function that creates the selector.
         planned: see ``Preset``.
-        more: further fields of ``Algorithm``.
+        more: additional fields of ``Algorithm``.
     """
 
     def make(**options: Any) -> Algorithm:

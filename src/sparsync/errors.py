@@ -105,12 +105,12 @@ def require(fits: bool, message: str) -> None:
 
 
 def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse values that are not numbers for arguments annotated as such; the owner checks ranges.
+    """Reject values that are not numbers for arguments annotated as numbers; the owner checks ranges.
 
     Args:
         owner: the function or class, for the message.
-        types: annotations by argument, as types or as text; arguments of other types are ignored.
-        given: values by argument.
+        types: the annotation of each argument, as a type or a string; others than numbers are ignored.
+        given: the value of each argument.
 
     Example:
         >>> check_numbers("Correction", {"clip": "float | None"}, {"clip": True})

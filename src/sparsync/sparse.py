@@ -82,7 +82,7 @@ class SparseVector:
 
     @staticmethod
     def merge(parts: Sequence[SparseVector], within: Tensor | None = None) -> SparseVector:
-        """Sum vectors of one size in the given order (a left fold); zero sums are not stored.
+        """Sum vectors of the same size in the given order (a left fold); zero sums are not stored.
 
         Elements outside ``within`` (ascending indices) are dropped.
 

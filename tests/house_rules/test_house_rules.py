@@ -233,7 +233,7 @@ def test_only_a_class_and_its_module_set_its_attributes():
 
 
 def test_a_handle_inherits_from_handle_alone():
-    """Everything else in which handles differ must be an object that the handle is given."""
+    """Handles may differ otherwise only by the objects that are passed to them."""
     bases = {
         node.name: [ast.unparse(base) for base in node.bases]
         for tree in TREES.values()

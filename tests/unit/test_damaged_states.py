@@ -263,8 +263,8 @@ def copies_of_updates():
     ends.callback(group.shutdown)
     ends.callback(sync.close)
     return SimpleNamespace(
-        state_dict=lambda: unpacked(sync._copy()),
-        load_state_dict=lambda state: sync._opened(packed(state)),
+        state_dict=lambda: unpacked(sync._ranks._copy()),
+        load_state_dict=lambda state: sync._ranks._opened(packed(state)),
         close=ends.close,
     )
 

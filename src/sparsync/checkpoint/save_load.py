@@ -392,9 +392,9 @@ def _read_states(
             )
         return state_like(before, [source.read(one, _use(one, seat)) for one in seats])
 
-    # Training continues bit for bit only if every rank finds its own state.  If one does not, all
-    # take parts of all states, because mass would be counted twice if some ranks took their whole
-    # state.
+    # Training continues bit for bit only if every rank finds its own state.  Otherwise every rank
+    # takes a share of every state: if some ranks kept their whole state, its mass would be counted
+    # twice.
     state = _together(sync, mine, f"read its state in {source}")
     if _greatest(sync, int(state is None)):
         state = _together(sync, part_of_all, f"read the states in {source}")

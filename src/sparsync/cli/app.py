@@ -133,7 +133,7 @@ def _run(arguments: list[str]) -> object:
 
 
 def exit_code(run: Callable[[], object]) -> int:
-    """Call ``run``, print one line on an error, and return the exit code."""
+    """Call ``run`` and return the exit code; if it fails, print one line."""
     try:
         returned = run()
     except (ConfigurationError, _UsageError) as error:

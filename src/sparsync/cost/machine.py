@@ -74,7 +74,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        """Read the ``"machine"`` of a report that ``sparsync doctor --json`` wrote.
+        """Read the ``"machine"`` entry of a report written by ``sparsync doctor --json``.
 
         Raises:
             ConfigurationError: the text is not such a report.

@@ -44,7 +44,7 @@ class Notice:
         self._former: Any = None
         self._late = False
         self._over = threading.Event()  # set once the signal was passed on
-        # the lock is reentrant, because a second signal may interrupt the main thread inside
+        # the lock is reentrant, because a second signal may come while the main thread holds it
         self._lock = threading.RLock()
         self._pipe: tuple[int, int] | None = None
         self.watch()

@@ -19,7 +19,7 @@ from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
 __all__ = ["Growth", "Residual", "Runs"]
 
-# the excessive growth, in doublings, and the number of windows over which growth is measured
+# growth is excessive from this many doublings on, measured over this many windows
 _OCTAVES, _MEMORY = 2.0, 8
 
 # A function that returns elements [start, stop) of a gradient, in separate memory. It also gets the

@@ -236,7 +236,7 @@ def _ranks(parameter: Tensor) -> frozenset[int]:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of a module: one in torch before 2.12, a list since."""
+    """Return the parameter groups of a module: a single one before torch 2.12, a list from 2.12 on."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

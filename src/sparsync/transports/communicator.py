@@ -278,7 +278,7 @@ class Communicator(ABC):
                 blocks[(self.rank + skip + i) % world_size] = block
 
     async def _swap(self, blocks: Tensor, first: int, count: int, skip: int, phase: str) -> Tensor:
-        """Send ``count`` blocks, starting with block ``first``, to ``rank + skip``; receive as many."""
+        """Send ``count`` blocks from block ``first`` on to ``rank + skip``; receive the same number."""
         framing = Raw("value" if blocks.is_floating_point() else "control")
         world_size, width = blocks.shape
         first %= world_size

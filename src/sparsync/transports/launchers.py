@@ -41,7 +41,7 @@ Launcher = Literal["torchrun", "mpi", "slurm"]
 # innermost launcher comes first, because torchrun started by srun has the variables of both.
 _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # the variables of Open MPI; of MVAPICH2; of MPICH, Intel MPI and srun --mpi=pmi2; and of
+    # set by, in this order: Open MPI; MVAPICH2; MPICH, Intel MPI and srun --mpi=pmi2; and
     # srun --mpi=pmix
     ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
@@ -68,8 +68,9 @@ class Placement:
 def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
     """Return the position of this process, read from the variables that its launcher has set.
 
-    The innermost launcher counts: srun or mpiexec may start torchrun's ranks, and srun may start
-    mpiexec's.  Slurm's batch script is not a rank, but the processes that it starts with ``srun`` are.
+    The innermost launcher takes precedence: srun or mpiexec may start torchrun's ranks, and srun may
+    start mpiexec's.  Slurm's batch script is not a rank, but the processes that it starts with
+    ``srun`` are.
 
     Returns:
         None if no launcher started this process.

@@ -148,8 +148,8 @@ class GradientNoise:
         sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
         of_average = sums.square().sum(1)
         if self._measured % 2:
-            # Steps are left out: they have memory, so their lasting part may be the noise of a
-            # single batch.
+            # Units measured by their steps are left out: a step carries old batches along, so what
+            # seems to last may be the noise of a single batch.
             common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
             # differences are relative to each parameter's squares, so all parameters weigh the

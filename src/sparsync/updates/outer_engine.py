@@ -684,7 +684,7 @@ class Moves:
 
 
 def _within(span: slice, place: slice) -> slice:
-    """Return the place of a part of the vector relative to a span."""
+    """Return where a part of the vector lies, relative to a span."""
     return slice(place.start - span.start, place.stop - span.start)
 
 

@@ -194,7 +194,7 @@ class OpenedLevels(Opened):
             )
 
     def is_finite(self) -> bool:
-        """Return, from the scales, whether the message has neither NaN nor Inf."""
+        """Return whether the message is free of NaN and Inf, judging by its scales."""
         # no level needs decoding: NaN and Inf make a block's scale NaN, and finite scales are limited so
         # that no level overflows
         largest = _largest_scale(self.dtype, self.header.option)

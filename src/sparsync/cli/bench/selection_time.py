@@ -117,7 +117,7 @@ class SelectorRow:
     entries_over_k: float | None  # entries selected by the last call, over k
     recall: float | None  # fraction of the k largest entries that were selected
     correct: bool  # whether the k largest were selected, if that is promised
-    # median seconds of one call; on the CPU, processor time of the only thread
+    # median time of one call in seconds; on the CPU, the processor time of its single thread
     seconds: float
     samples: int
     size: int

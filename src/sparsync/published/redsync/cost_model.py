@@ -170,10 +170,10 @@ def size_thresholds(
 ) -> SizeThresholds:
     """Return the size thresholds for a network, which are constants in Algorithms 4 and 5.
 
-    A selector is used above the size at which it beats the others, including the cost of its longer or
-    shorter messages.  Compression is used above the size at which Equation 1, with that selector, falls
-    below Equation 2.  On a slow network, the search is never used, because it sends up to twice as many
-    entries as trimmed top-k (section 5.4).
+    Each selector is used above the size at which it beats the others, once the cost of its longer or
+    shorter messages is included.  Compression is used above the size at which Equation 1, with that
+    selector, falls below Equation 2.  On a slow network, the search is never used, because it sends
+    up to twice as many entries as trimmed top-k (section 5.4).
 
     The arguments are those of the equations; use alpha = 0 if layers are fused into shared messages.
     ``resolve("redsync", **size_thresholds(...)._asdict())`` is the preset with these thresholds.

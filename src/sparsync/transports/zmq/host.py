@@ -157,7 +157,7 @@ class ZmqHost(Host):
 
 
 class _Asked(Operation):
-    """A wait for an actor on its thread; ``silent`` reports which ranks have been silent."""
+    """Waits for an actor that runs on a thread of its own; ``silent`` reports which ranks are silent."""
 
     def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
         self.where, self.timeout, self.silent = where, timeout, silent

@@ -388,7 +388,7 @@ class Mesh:
                 if value in self._ranks:
                     self._ended.add(self._ranks.pop(value))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                # The event does not say whose connection it was.  It counts as a stranger's as long as
+                # The event does not say which connection it came from.  A stranger is assumed as long as
                 # some connection has sent nothing yet, so no stranger can end the job in this way.
                 ranks = self._ranks or heard is not None
                 if ranks and self._connected.keys() <= spoke:

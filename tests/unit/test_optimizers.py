@@ -121,6 +121,10 @@ def part_of(parameters):
         (part_of, "Wrapper steps 1 of 2 parameters on this rank, .*Give each rank a whole"),
         (Free, r"Free has train\(\) and eval\(\), as schedule-free .*replicas would differ"),
         (torch.optim.LBFGS, "LBFGS compares gradients at the points where its last steps ended"),
+        (
+            type("MADGRAD", (torch.optim.Adam,), {}),
+            "MADGRAD computes the weights from sums or older weights in its own memory",
+        ),
     ],
 )
 def test_steps_that_cannot_be_averaged_are_refused(alone, made, message):

@@ -109,7 +109,7 @@ def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]
 
     Args:
         owner: the function or class, for the message.
-        types: the annotation of each argument, as a type or a string; others than numbers are ignored.
+        types: the annotation of each argument, as a type or a string; only those of numbers matter.
         given: the value of each argument.
 
     Example:

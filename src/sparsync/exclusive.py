@@ -49,7 +49,7 @@ class Guard:
         # torch keeps global hooks forever; at process exit there is nothing left to remove
         weakref.finalize(sync, handle.remove).atexit = False
 
-    # the guard is not part of a step that is compiled
+    # a compiled step must not trace the guard, which reads private state of optimizers and handles
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, optimizer: Optimizer, *_step: Any) -> None:
         """Refuse the step of an unknown optimizer on parameters whose updates are exchanged."""

@@ -55,7 +55,7 @@ class Changes:
         self._sample = torch.zeros(0)
 
     def follow(self, tensors: Mapping[str, Tensor]) -> None:
-        """Look at these tensors from now on, where they have taken the places of former parameters."""
+        """Watch these tensors instead of the parameters of the same names, which they replaced."""
         self._parameters |= {n: tensor for n, tensor in tensors.items() if n in self._parameters}
 
     def remember(self) -> None:

@@ -36,7 +36,7 @@ def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
     """
     follow_scalers()
     post = _After(after)
-    # a step that is compiled must not trace its hooks, which exchange messages
+    # a compiled step must not trace its hooks: they send messages, and compiling them takes minutes
     disable: Any = torch.compiler.disable
     pre: Any = Hook(disable(lambda one, *_: None if _nested(one) else before(one)))
     return [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]

@@ -65,7 +65,7 @@ class Exchange:
     def __init__(self, name: str, size: int) -> None:
         self.name, self.k = name, max(round(DENSITY * size), 1)
         self.collective: Collective = (
-            Budgeted() if name == "budgeted" else Quantised(bits=1, block=BLOCK)
+            Budgeted() if name == "budgeted" else Quantised(bits=2, block=BLOCK)
         )
         self.residual = Residual(size, torch.float32, torch.device("cpu"))
 
@@ -174,7 +174,7 @@ def report(results: dict[int, dict[str, Seconds]]) -> list[str]:
         "The fastest of "
         f"{TURNS} turns on each rank, mean over ranks; made by `python benchmarks/processor_time.py`.",
         "",
-        f"`quantised` has one bit per element in blocks of {BLOCK}, as the default of AdamW;",
+        f"`quantised` has two bits per element in blocks of {BLOCK}, as the default of AdamW;",
         f"`budgeted` has a density of {DENSITY:.0%}. *Exchange* is from the accumulated vector or from",
         "selected entries to the sum (`quantised` adds the residual to the gradient on the way),",
         "*residual* what is kept, *average* the written result; *whole* is their sum. Pack, unpack and",

@@ -247,6 +247,13 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "two-bits": TWO_BITS,
         "one-bit": ONE_BIT,
         "four-bits": {**ONE_BIT, "algorithm": resolve("quantised", bits=4, block=512)},
+        # fewer exchanges: a half and three quarters of the bytes
+        "two-bits-4": {**TWO_BITS, "period": 4},
+        "three-bits-4": {
+            **TWO_BITS,
+            "algorithm": resolve("quantised", bits=3, block=512),
+            "period": 4,
+        },
         "every-step": {**ONE_BIT, "period": 1},
         "lossless": {**ONE_BIT, "algorithm": "dense"},
         "lossless-every": {**ONE_BIT, "algorithm": "dense", "period": 1},

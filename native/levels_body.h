@@ -125,11 +125,30 @@ inline __m256 two_halvings(const __m256 *a, const __m256 *b) {
   return _mm256_add_ps(even, _mm256_add_ps(_mm256_mul_ps(a[1], b[1]), _mm256_mul_ps(a[3], b[3])));
 }
 
+// Adds `registers` times eight elements, in the order of `sum_of_halves`.
+template <int registers>
+float folded(const float *row) {
+  __m256 part[registers];
+  for (int i = 0; i < registers; ++i) part[i] = load(row + together * i);
+  for (int half = registers / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) part[i] = _mm256_add_ps(part[i], part[half + i]);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(part[0]), _mm256_extractf128_ps(part[0], 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Returns the sum of 2^j >= 8 elements.  A block waits for it, and a halving in memory waits for the stores
+// of the one before, so the last ones are made in registers.
 inline float sum_of_eights(float *row, int64_t n) {
-  for (int64_t half = n / 2; half >= together; half /= 2)
-    for (int64_t i = 0; i < half; i += together)
-      _mm256_storeu_ps(row + i, _mm256_add_ps(load(row + i), load(row + half + i)));
-  return sum_of_halves(row, together);
+  for (; n > 8 * together; n /= 2)
+    for (int64_t i = 0; i < n / 2; i += together)
+      _mm256_storeu_ps(row + i, _mm256_add_ps(load(row + i), load(row + n / 2 + i)));
+  switch (n / together) {
+    case 8: return folded<8>(row);
+    case 4: return folded<4>(row);
+    case 2: return folded<2>(row);
+    default: return folded<1>(row);
+  }
 }
 
 // Does the work of `choose` and writes the codes, for a whole block of 2^j >= 32 elements.
@@ -190,29 +209,79 @@ float choose_eights(const float *x, float inverse, const Levels &given, float *s
 #endif
 
 #if defined(__AVX512F__)
-// Does the work of `choose` and writes the codes, for a whole block of 2^j >= 64 elements in one bit.  The
-// only level is 1, so the products are the magnitudes, and only their sums are written.
-inline float choose_signs(const float *x, float inverse, int64_t block, float *sums,
-                          uint8_t *codes) {
-  const int64_t quarter = block / 4;
+inline __m512 two_halvings(const __m512 *a, const __m512 *b) {
+  const __m512 even = _mm512_add_ps(_mm512_mul_ps(a[0], b[0]), _mm512_mul_ps(a[2], b[2]));
+  return _mm512_add_ps(even, _mm512_add_ps(_mm512_mul_ps(a[1], b[1]), _mm512_mul_ps(a[3], b[3])));
+}
+
+// Does the work of `choose` and writes the codes, for a whole block of 2^j >= 64 elements.
+template <int bits>
+float choose_sixteens(const float *x, float inverse, const Levels &given, float *scratch,
+                      uint8_t *codes) {
+  constexpr int last = last_level<bits>;
+  // one bit of each of sixteen codes
+  constexpr uint64_t every = bits == 1   ? 0xffff
+                             : bits == 2 ? 0x55555555
+                             : bits == 3 ? 0x249249249249
+                                         : 0x1111111111111111;
+  const int64_t block = given.block, quarter = block / 4;
+  float *products = scratch + block, *squares = products + quarter;
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
   const __m512 factor = _mm512_set1_ps(inverse);
+  const auto scaled = [&](__m512 value) {
+    const __m512i bare = _mm512_and_si512(_mm512_castps_si512(value), magnitude);
+    return _mm512_mul_ps(_mm512_castsi512_ps(bare), factor);
+  };
+  __m512 thresholds[last + 1], table[last + 1];
+  if constexpr (last > 0) {
+    for (int64_t i = 0; i < quarter; i += 16) {
+      __m512 part[4];
+      for (int q = 0; q < 4; ++q) part[q] = scaled(_mm512_loadu_ps(x + q * quarter + i));
+      _mm512_storeu_ps(squares + i, two_halvings(part, part));
+    }
+    const float spread = __builtin_sqrtf(sum_of_eights(squares, quarter) / static_cast<float>(block));
+    for (int j = 0; j < last; ++j) thresholds[j] = _mm512_set1_ps(given.thresholds[j] * spread);
+  }
+  for (int j = 0; j <= last; ++j) table[j] = _mm512_set1_ps(given.levels[j]);
   for (int64_t i = 0; i < quarter; i += 16) {
-    __m512 part[4];
+    __m512 part[4], level[4];
     for (int q = 0; q < 4; ++q) {
       const int64_t at = q * quarter + i;
       const __m512 value = _mm512_loadu_ps(x + at);
-      const __m512i bare = _mm512_and_si512(_mm512_castps_si512(value), magnitude);
-      part[q] = _mm512_mul_ps(_mm512_castsi512_ps(bare), factor);
-      const auto word =
-          static_cast<uint16_t>(_mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_LT_OQ));
-      __builtin_memcpy(codes + at / 8, &word, sizeof word);
+      part[q] = scaled(value), level[q] = table[0];
+      __mmask16 number[bits] = {};  // number[k] has bit k of the sixteen levels' numbers
+      for (int j = 0; j < last; ++j) {
+        const __mmask16 above = _mm512_cmp_ps_mask(part[q], thresholds[j], _CMP_GT_OQ);
+        level[q] = _mm512_mask_mov_ps(level[q], above, table[j + 1]);
+        // counting from j to j + 1 changes those bits k for which 2^k divides j + 1
+        for (int k = 0; k < bits - 1; ++k)
+          if ((j + 1) % (1 << k) == 0) number[k] = _kxor_mask16(number[k], above);
+      }
+      number[bits - 1] = _mm512_cmp_ps_mask(value, _mm512_setzero_ps(), _CMP_LT_OQ);
+      uint64_t word = 0;
+      for (int k = 0; k < bits; ++k) word |= _pdep_u64(_cvtmask16_u32(number[k]), every << k);
+      __builtin_memcpy(codes + at * bits / 8, &word, 2 * bits);
     }
-    // the same order as in `two_halvings`
-    const __m512 even = _mm512_add_ps(part[0], part[2]), odd = _mm512_add_ps(part[1], part[3]);
-    _mm512_storeu_ps(sums + i, _mm512_add_ps(even, odd));
+    if constexpr (last > 0) {
+      _mm512_storeu_ps(products + i, two_halvings(level, part));
+      _mm512_storeu_ps(squares + i, two_halvings(level, level));
+    } else {  // the only level is 1, so the products are the magnitudes
+      const __m512 even = _mm512_add_ps(part[0], part[2]), odd = _mm512_add_ps(part[1], part[3]);
+      _mm512_storeu_ps(products + i, _mm512_add_ps(even, odd));
+    }
   }
-  return sum_of_eights(sums, quarter) / static_cast<float>(block);
+  const float projected = sum_of_eights(products, quarter);
+  return projected / (last > 0 ? sum_of_eights(squares, quarter) : static_cast<float>(block));
+}
+#endif
+
+#if defined(__AVX2__)
+// Reads eight codes by shifts: a copy of three bytes into a register goes through memory, and stalls.
+template <int bits>
+int eight_codes(const uint8_t *from) {
+  uint32_t word = 0;
+  for (int i = 0; i < bits; ++i) word |= uint32_t{from[i]} << (8 * i);
+  return static_cast<int>(word);
 }
 #endif
 
@@ -241,14 +310,30 @@ void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Lev
         meanings[last + 1 + j] = -meanings[j];
       }
       int64_t at = 0;
-#if defined(__AVX512F__)  // select sixteen values by their bits
-      if constexpr (bits == 1) {
+#if defined(__AVX512F__)
+      if constexpr (bits == 1) {  // select sixteen values by their bits
         const __m512 plus = _mm512_set1_ps(meanings[0]), minus = _mm512_set1_ps(meanings[1]);
         for (; at + 16 <= size; at += 16) {
           uint16_t word;
           __builtin_memcpy(&word, codes + at / 8, sizeof word);
           const __m512 before = keep ? _mm512_loadu_ps(into + at) : _mm512_setzero_ps();
           const __m512 value = _mm512_mask_blend_ps(_cvtu32_mask16(word), plus, minus);
+          _mm512_storeu_ps(into + at, _mm512_add_ps(before, value));
+        }
+      } else {  // look up sixteen values in a register, by the lowest four bits of its lanes
+        float repeated[16];  // the bits above a code's own are the next code's
+        for (int i = 0; i < 16; ++i) repeated[i] = meanings[i % (1 << bits)];
+        const __m512 sixteen = _mm512_loadu_ps(repeated);
+        const __m512i places = _mm512_mullo_epi32(
+            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7),
+            _mm512_set1_epi32(bits));
+        for (; at + 16 <= size; at += 16) {
+          const uint8_t *from = codes + at * bits / 8;
+          const __m512i halves = _mm512_mask_set1_epi32(
+              _mm512_set1_epi32(eight_codes<bits>(from)), 0xff00, eight_codes<bits>(from + bits));
+          const __m512 value =
+              _mm512_permutexvar_ps(_mm512_srlv_epi32(halves, places), sixteen);
+          const __m512 before = keep ? _mm512_loadu_ps(into + at) : _mm512_setzero_ps();
           _mm512_storeu_ps(into + at, _mm512_add_ps(before, value));
         }
       }
@@ -258,9 +343,8 @@ void decode_as(const uint8_t *scales, const uint8_t *codes, int64_t n, const Lev
       const __m256i shifts = _mm256_mullo_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
                                                 _mm256_set1_epi32(bits));
       for (; at + together <= size; at += together) {
-        uint32_t word = 0;
-        __builtin_memcpy(&word, codes + at * bits / 8, bits);
-        const __m256i eight = _mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int>(word)), shifts);
+        const __m256i word = _mm256_set1_epi32(eight_codes<bits>(codes + at * bits / 8));
+        const __m256i eight = _mm256_srlv_epi32(word, shifts);
         const __m256i code = _mm256_and_si256(eight, _mm256_set1_epi32((1 << bits) - 1));
         const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(code, 3), 31);  // of 4 bits
         const __m256 value = _mm256_xor_ps(_mm256_permutevar8x32_ps(table, code),
@@ -298,16 +382,16 @@ void quantise_as(const float *x, int64_t n, const Levels &given, uint8_t *scales
       const float inverse = float_of(0x7f000000 - exponent);
       float exact = 0.0f;
 #if defined(__AVX2__)
-      if constexpr (bits < 8) packed = size == block && block >= 32 && (block & (block - 1)) == 0;
-      bool chosen = false;
+      if constexpr (bits < 8) {
+        packed = size == block && block >= 32 && (block & (block - 1)) == 0;
 #if defined(__AVX512F__)
-      if constexpr (bits == 1) {
-        chosen = packed && block >= 64;
-        if (chosen) exact = choose_signs(x, inverse, block, scratch, codes);
-      }
+        if (packed && block >= 64)
+          exact = choose_sixteens<bits>(x, inverse, given, scratch, codes);
+        else
 #endif
-      if constexpr (bits < 8)
-        if (packed && !chosen) exact = choose_eights<bits>(x, inverse, given, scratch, codes);
+            if (packed)
+          exact = choose_eights<bits>(x, inverse, given, scratch, codes);
+      }
 #endif
       if (!packed) exact = choose<bits>(x, size, peak, inverse, given, scaled, levels, numbers);
       exact *= float_of(exponent);

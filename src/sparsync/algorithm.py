@@ -106,10 +106,12 @@ class Algorithm:
             )
         return cost if times == 1 else cost.times(times)
 
-    def dense_share(self, units: Sequence[Unit], density: float, world_size: int) -> float:
-        """Return the fraction of a step's bytes, in [0, 1], that dense units send by the declared costs.
+    def bytes_of(
+        self, units: Sequence[Unit], density: float, world_size: int
+    ) -> tuple[float, float] | None:
+        """Return a step's bytes by the declared costs, for dense units and for all others.
 
-        The fraction is 0 if a collective declares no cost.
+        None if a collective declares no cost.
         """
         sent = {True: 0.0, False: 0.0}
         for unit in units:
@@ -117,10 +119,17 @@ class Algorithm:
             collective: Collective = Dense() if unit.dense else chosen.make_collective()
             cost = collective.cost(Job(unit.size, unit.entries(density), world_size))
             if cost is None:
-                return 0.0
+                return None
             sent[unit.dense] += cost.nbytes
-        total = sum(sent.values())
-        return sent[True] / total if total else 0.0
+        return sent[True], sent[False]
+
+    def dense_share(self, units: Sequence[Unit], density: float, world_size: int) -> float:
+        """Return the fraction of a step's bytes, in [0, 1], that dense units send by the declared costs.
+
+        The fraction is 0 if a collective declares no cost.
+        """
+        dense, rest = self.bytes_of(units, density, world_size) or (0.0, 0.0)
+        return dense / (dense + rest) if dense else 0.0
 
     async def on(self, comm: Communicator) -> Algorithm:
         """Adapt the algorithm to a group; all ranks of the group must call this, on equal algorithms."""

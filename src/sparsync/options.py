@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparsync.algorithm import LARGE, Algorithm, default_density
+from sparsync.collectives.costs import allreduce
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, check_number_fields, require
 from sparsync.feedback.agreed_setup import agree_on_reducer
@@ -249,6 +250,8 @@ class Options:
         said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
         if density == 1:
             said = f"all {elements:,} gradient entries on every step"
+            if self.algorithm.name != "budgeted":  # the default, which nobody asked for by name
+                said += f", as dense does, and {self.algorithm.name} takes no part"
             # use the dense collective, which is bit-identical to the baseline, not sparse vectors
             # with all entries
             given = replace(given, compress=given.compress or _nothing)
@@ -261,25 +264,37 @@ class Options:
         tell(f"exchanges {said} (density= decides otherwise); {lag}")
         return replace(self, density=density, compression=given)
 
-    def tell_of_dense(
+    def tell_of_bytes(
         self, units: Sequence[Unit], world_size: int, tell: Callable[[str], object]
     ) -> None:
-        """Tell the user if the algorithm's own rule leaves most of a step's bytes dense."""
-        rule, density = self.compression.compress, self.density
-        # no message about the user's own rule, nor at density 1, which asks for dense training
-        if rule is None or rule is not self.algorithm.compress or density is None or density == 1:
+        """Tell the user if a step sends more than dense, or mostly layers left dense by the algorithm."""
+        density, name = self.density, self.algorithm.name
+        # density 1 asks for dense training, and an algorithm that selects nothing ignores the density
+        if density is None or density == 1 or self.algorithm.result == "whole":
             return
-        share = self.algorithm.dense_share(units, density, world_size)
-        if share <= 0.5:
+        sent = self.algorithm.bytes_of(units, density, world_size)
+        if sent is None or sum(sent) == 0:
             return
-        part = sum(unit.size for unit in units if unit.dense) / sum(unit.size for unit in units)
-        # keeps the tables of algorithms out of ``import sparsync``
+        needed = allreduce(sum(unit.size for unit in units), world_size).nbytes
+        # these imports would bring the tables of algorithms into ``import sparsync``
+        from sparsync.cost.wording import format_bytes
         from sparsync.presets import PRESETS
 
-        own = PRESETS.get(self.algorithm.name)
+        if sum(sent) > needed:
+            tell(
+                f"{name}: at density {density:.3g} and {world_size} ranks, a rank sends or receives "
+                f"{format_bytes(sum(sent))} per step, but {format_bytes(needed)} with dense; give a "
+                "lower density=, or another algorithm (sparsync plan compares them)"
+            )
+        rule, share = self.compression.compress, sent[0] / sum(sent)
+        # no message about the user's own rule
+        if rule is None or rule is not self.algorithm.compress or share <= 0.5:
+            return
+        part = sum(unit.size for unit in units if unit.dense) / sum(unit.size for unit in units)
+        own = PRESETS.get(name)
         option = "compress_thd=, or " if own and "compress_thd" in own.options else ""
         tell(
-            f"{self.algorithm.name}: layers that are too small to compress are {100 * part:.2g} % of the "
+            f"{name}: layers that are too small to compress are {100 * part:.2g} % of the "
             f"gradient and {100 * share:.0f} % of the bytes of a step, because they travel dense "
             f"({option}"
             "Compression(compress=...) decides otherwise)"
@@ -377,7 +392,7 @@ class Options:
                 None if watched.log is None else sink_of(watched.log, comm.rank),
                 on_host=on_host,
             )
-            self.tell_of_dense(units, comm.world_size, say_on_rank_0)
+            self.tell_of_bytes(units, comm.world_size, say_on_rank_0)
             agree_on_reducer(
                 reducer,
                 nonfinite=watched.policy,

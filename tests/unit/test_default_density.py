@@ -77,7 +77,7 @@ def test_the_user_is_told_where_small_layers_send_most_bytes(sizes, ranks, densi
     units = options.units(net.named_parameters(), net)
     found = options.algorithm.dense_share(units, density, ranks)
     assert found == pytest.approx(share, rel=0.01)
-    options.tell_of_dense(units, ranks, said.append)
+    options.tell_of_bytes(units, ranks, said.append)
     assert bool(said) == (share > 0.5)
     if said:
         assert said[0].startswith("redsync: layers that are too small to compress are 2 % of the")
@@ -85,8 +85,40 @@ def test_the_user_is_told_where_small_layers_send_most_bytes(sizes, ranks, densi
     own = replace(
         options, compression=Compression(compress=rule)
     )  # another function: the user's own
-    own.tell_of_dense(units, ranks, said.append)
+    own.tell_of_bytes(units, ranks, said.append)
     assert len(said) == (share > 0.5)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "density", "told"),
+    [
+        # dense moves 8 n (P - 1) / P bytes, and an allgather of pairs 8 k (P - 1): more from k > n / P
+        ("allgather", 4, 0.24, False),
+        ("allgather", 4, 0.26, True),
+        ("allgather", 128, 0.01, True),
+        ("redsync", 4, 0.3, True),  # a search finds up to 2 k, and 1.5 k on average
+        ("oktopk", 128, 0.01, False),
+        ("budgeted", 4, 0.316, False),
+        ("allgather", 1, 0.5, False),  # alone, a rank sends nothing
+        ("allgather", 4, 1.0, False),  # asks for all
+        ("quantised", 4, 0.5, False),  # selects nothing
+    ],
+)
+def test_the_user_is_told_where_sparse_sends_more_than_dense(algorithm, ranks, density, told):
+    options, said, net = settings(density, algorithm), [], net_of(2_000_000)
+    options.tell_of_bytes(options.units(net.named_parameters(), net), ranks, said.append)
+    assert len(said) == told
+    if (algorithm, ranks) == ("allgather", 128):
+        assert said[0].startswith(
+            "allgather: at density 0.01 and 128 ranks, a rank sends or receives"
+        )
+        assert "20.3 MB per step, but 15.9 MB with dense; give a lower density" in said[0]
+
+
+def test_a_preset_that_a_small_model_does_not_use_is_named():
+    said = []
+    settings(algorithm="sparcml").for_size(5_000, said.append)
+    assert "as dense does, and sparcml takes no part (density= decides otherwise)" in said[0]
 
 
 def test_density_falls_with_size_to_the_usual_one():

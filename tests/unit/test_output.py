@@ -68,6 +68,16 @@ def test_a_run_has_a_line_where_there_is_no_terminal(capsys):
     assert err.startswith("dense: loss 2.500 at step 2 after ") and err.count("\n") == 1
 
 
+def test_a_long_row_says_how_far_it_is_where_there_is_no_terminal(capsys, monkeypatch):
+    clock = iter([0.0, 29.0, 30.0, 31.0, 59.0, 61.0])  # the start, then each call
+    monkeypatch.setattr("sparsync.cli.output.time.perf_counter", lambda: next(clock))
+    with progress() as row, row("dense") as bar:
+        for step in range(1, 6):
+            bar(8, f"step {step}")
+    err = capsys.readouterr().err
+    assert err == "dense: 2 of 8, step 2 after 30 s\ndense: 5 of 8, step 5 after 61 s\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
     [

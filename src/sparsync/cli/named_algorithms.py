@@ -22,6 +22,8 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 
 from sparsync.algorithm import Algorithm, Preset
 from sparsync.averaging.schemes import SCHEMES, averaged_by, own_parameters
+from sparsync.cli.launch import leads
+from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
 from sparsync.names import fold, no_option, text_of
 from sparsync.presets import PRESETS, resolve
@@ -58,6 +60,9 @@ class Named:
 def labels(text: str, *tables: Table[Any], **limits: Any) -> tuple[str, ...]:
     """Split a list of algorithms; return a label for each, which ``named`` can parse.
 
+    Standard error gets a line about each paper's name that is another one here, because tables and JSON
+    have the names of rows.
+
     Args:
         text: comma-separated names, with or without options.
         tables: as for ``named``.
@@ -81,7 +86,13 @@ def labels(text: str, *tables: Table[Any], **limits: Any) -> tuple[str, ...]:
             found[-1] += f",{piece}"
         else:
             found.append(piece)
-    return tuple(named(one, *tables, **limits).label for one in found)
+    rows = [named(one, *tables, **limits) for one in found]
+    if leads():
+        for typed, row in zip(found, rows, strict=True):
+            given = typed.partition(":")[0].strip()
+            if fold(given) != fold(row.name):
+                say(f"{given} is {row.name} here")
+    return tuple(row.label for row in rows)
 
 
 def named(

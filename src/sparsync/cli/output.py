@@ -40,6 +40,8 @@ __all__ = [
     "write_json",
 ]
 
+_LINE_EVERY = 30.0  # seconds between two lines on a stream that is no terminal
+
 
 # ---- tables -----------------------------------------------------------------------------------------
 
@@ -248,8 +250,10 @@ def progress(
 
     Args:
         shown: whether this process reports for all ranks.
-        keep: whether the bars stay on the terminal at the end.  If standard error is not a terminal,
-            print one line per row with ``keep``, and nothing without it.
+        keep: whether the bars stay on the terminal at the end.
+
+    If standard error is not a terminal, a row prints a line every half minute, and with ``keep`` one at
+    its end.
     """
     console = Console(stderr=True)
     bar = Progress(
@@ -262,14 +266,23 @@ def progress(
 
     @contextmanager
     def row(text: str) -> Iterator[Bar]:
-        started, task = time.perf_counter(), bar.add_task(text, total=None, note="")
+        started = said = time.perf_counter()
+        task = bar.add_task(text, total=None, note="")
+        printed = shown and not console.is_terminal
 
         def advance(total: int | None = None, note: str = "") -> None:
+            nonlocal said
             bar.update(task, advance=1, total=total, note=note)
+            now = time.perf_counter()
+            if printed and now - said >= _LINE_EVERY:
+                said, state = now, bar.tasks[task]
+                whole = "" if state.total is None else f" of {state.total:.0f}"
+                done = f"{state.completed:.0f}{whole}{note and ', '}{note}"
+                console.print(f"{text}: {done} after {now - started:.0f} s", soft_wrap=True)
 
         yield advance
         bar.stop_task(task)
-        if keep and shown and not console.is_terminal:
+        if keep and printed:
             seconds, note = time.perf_counter() - started, bar.tasks[task].fields["note"]
             console.print(f"{text}: {note} after {seconds:.1f} s", soft_wrap=True)
 

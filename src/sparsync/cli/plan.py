@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 from rich.console import Console, Group
+from rich.table import Table as Grid
 from rich.text import Text
 from typer import Option
 
@@ -70,6 +71,8 @@ MachineFile = Annotated[
     InputFile | None,
     option("Measurements of sparsync doctor --json; --network overrides its links."),
 ]
+
+_MESSAGES = "messages: one after the other, not in total; each costs the latency"
 
 
 def command(
@@ -255,13 +258,29 @@ def _over_ranks(plans: Mapping[int, Plan], machine: Machine, size: int) -> Group
         tables.append(Columns.by_ranks("collective", cells, f"\n{title}"))
     entries = dict.fromkeys(f"{made.k:,}" for made in plans.values())
     title = f"n = {size:,}, k = {', '.join(entries)}, {_links(machine)}"
-    why = "\n".join(f"P = {p:,}: {made.why}" for p, made in plans.items())
-    return Group(Text(title), *tables, Text(f"\n{why}"))
+    # a grid, so that a narrow terminal breaks the sentences and not "P = 128"
+    why = Grid.grid(padding=(0, 2))
+    why.add_column(no_wrap=True)
+    for p, made in plans.items():
+        why.add_row(f"P = {p:,}", made.why)
+    notes = "\n".join([_MESSAGES, *_assumed(machine)])
+    return Group(Text(title), *tables, Text(f"\n{notes}\n"), why)
 
 
 def _links(machine: Machine) -> str:
     rate = format_bandwidth(1 / machine.beta) if machine.beta else "any bandwidth"
     return f"{rate}, {format_seconds(machine.alpha)} per message"
+
+
+def _assumed(machine: Machine) -> list[str]:
+    """Say whose speed the ranks' own work is predicted with, unless it was measured."""
+    links = {"alpha": machine.alpha, "beta": machine.beta, "distance": machine.distance}
+    if machine != replace(Machine(), **links):
+        return []
+    return [
+        f"select: {format_seconds(1e9 * machine.select)} per billion elements, one core's; "
+        "--machine: your ranks'"
+    ]
 
 
 def _speedup(made: Plan, entry: Prediction) -> float | None:
@@ -298,6 +317,8 @@ def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
         "time per step: select + exchange - hidden; speed-up: over dense",
         "volume: the most that a rank sends or receives; over bound: in words of 4 bytes",
         "over Ok-Topk's Theorem 3.1 or SparCML's Lemmas 5.1, 5.2; fewer bits go below",
+        _MESSAGES,
+        *_assumed(machine),
         f"break-even bandwidth: {bandwidth}",
         f"break-even density: {_limit(made.break_even_density, 'density', format_percent)}",
         made.why,

@@ -165,7 +165,8 @@ class Proposal:
         return NonFiniteGradientError(
             f"{self.place}: the gradient of parameter '{broken}' is NaN or Inf on some rank "
             "(float16: > 65504); no rank applied it and all residuals are as before. Lower the "
-            "learning rate, clip, or pass nonfinite='skip' (with a GradScaler: scaler=)"
+            "learning rate, clip, raise density= if entries are selected, or pass nonfinite='skip' "
+            "(with a GradScaler: scaler=)"
         )
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from sparsync.cli.output import progress
 from sparsync.cli.values import Seed, make_folder
+from sparsync.console import say
 from sparsync.errors import ConfigurationError
 from sparsync.names import fold, suggestion
 from sparsync_papers.reproduce import Artifact, Settings
@@ -144,6 +145,8 @@ def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
 
 def _run(artifact: Artifact, settings: Settings, *, draw: bool) -> Finished:
     started = time.perf_counter()
+    if artifact.minutes >= 1 and not settings.quick and settings.steps is settings.seeds is None:
+        say(f"{artifact.name} takes about {artifact.minutes:g} minutes on two idle cores")
     outcome, error, picture = None, "", None
     with progress(shown=not artifact.own_progress) as row, row(artifact.name) as bar:
         try:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from sparsync_papers.reproduce import Artifact, Cell, Outcome, Unavailable
 
-_MOST_ROWS = 40  # most rows on the console
+_MOST_ROWS = 60  # most rows on the console; oktopk-table1 has 56
 _COMPARED = ("what", "paper", "this run", "same conclusion?", "seeds, steps")
 
 Lines = Sequence[tuple[str, ...]]

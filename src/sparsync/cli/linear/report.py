@@ -123,8 +123,10 @@ def _caption(results: Sequence[LinearResult]) -> str:
     lines = [
         f"{ranks}; {first.model} by {first.solver}, {first.data}",
         f"{first.rows:,} rows, {first.dimensions:,} weights, {first.steps} steps per epoch{late}",
-        f"ratios are to dense; sent: by the rank that sends most; accuracy on {first.accuracy_on}",
+        f"sent: by the rank that sends most; accuracy on {first.accuracy_on}",
     ]
+    if any(result.bytes_ratio is not None for result in results):
+        lines.append("fewer, faster, speed-up: ratios to dense")
     if first.solver == "scd":
         lines.append("updates: their exchange, without the sums of the derivatives")
     if first.transport == "sim":

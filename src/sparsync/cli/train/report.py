@@ -100,6 +100,12 @@ def _caption(results: Sequence[TrainResult]) -> str:
         if result.dense_share > 0.5:
             share = f"{100 * result.dense_share:.0f} % of the bytes of {result.algorithm}"
             lines.append(f"dense: {share} are of layers that it leaves uncompressed{_rule(result)}")
+    for result in results:
+        if result.lr_divisor > 1:
+            divided = f"{result.lr:g} / {result.lr_divisor}"
+            lines.append(
+                f"lr of {result.algorithm}: {divided}, because it sums gradients over ranks"
+            )
     if corrected := ", ".join(r.algorithm for r in results if r.momentum_corrected):
         lines.append(f"momentum before the exchange, on each rank's own gradient: {corrected}")
     if any(r.options is not None for r in results):

@@ -63,6 +63,7 @@ class TrainResult:
     links: str | None = None  # the lab's links, as ``parse_links`` reads them
     workload: str = "bytes"
     accuracy: float | None = None  # accuracy on held-out images, in [0, 1]
+    lr_divisor: int = 1  # applied to ``lr`` where SGD steps by the sum of the gradients
     momentum: float = 0.0  # momentum of SGD
     momentum_corrected: bool = False  # whether it is applied before the exchange
     nesterov: bool = False

@@ -41,6 +41,10 @@ _ADAPTIVE = tuple(
     if hasattr(torch.optim, name)  # older versions of torch have no Adafactor
 )
 
+# Up to this density, RedSync's momentum correction is recommended. Above it an entry waits for fewer
+# than ten steps, and masking would reset its velocity as often.
+_LATE = 0.1
+
 
 def _naming_options(function: Callable[P, R]) -> Callable[P, R]:
     """Refuse unknown keywords with a list of the known ones, and say where an option belongs.
@@ -228,17 +232,16 @@ def attach(
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
     if density is None:
-        # This size serves only the warning below; the density is chosen later, by the size of a
-        # whole replica.
-        size = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        sparse = default_density(size) < 1
+        # This serves only the warnings below; the density is chosen later, by the size of a whole
+        # replica.
+        likely = default_density(sum(p.numel() for p in model.parameters() if p.requires_grad))
     else:
-        density = check_density(density)
-        sparse = density != 1
+        likely = density = check_density(density)
+    sparse = likely < 1
     corrects = resolved.name in PRESETS and PRESETS[resolved.name].corrects
     for one in optimizers:
         check_optimizer(one, correction, sparse=sparse and "dense" not in resolved.name)
-    if sparse and corrects and not (dist.is_initialized() and dist.get_rank()):
+    if likely <= _LATE and corrects and not (dist.is_initialized() and dist.get_rank()):
         _warn_of_momentum(resolved.name, optimizers, correction)
     # the user's settings take precedence over the algorithm's
     completed = replace(

@@ -114,6 +114,9 @@ def one_rank():
         ),
         ("redsync", {}, {"correction": Correction(0.9)}, None),
         ("redsync", {}, {}, None),
+        ("redsync", {"momentum": 0.9}, {"density": 0.1}, r"momentum 0.9 .*Correction\(0.9\)"),
+        ("redsync", {"momentum": 0.9}, {"density": 0.11}, None),  # entries hardly wait
+        ("redsync", {"momentum": 0.9}, {"density": None}, None),  # 36 % of 90,300
         ("redsync", {"momentum": 0.9}, {"density": 1.0}, None),
         ("oktopk", {"momentum": 0.9}, {}, None),
     ],

@@ -71,19 +71,19 @@ test: check
 	@$(MAKE) --no-print-directory test-only
 
 # those that measure links or memory one after the other; the others several at a time, the slow ones
-# three, because many of them wait for deadlines
+# four, because many of them wait for deadlines
 test-only: $(TOOLS)
-	$(BIN)/pytest -m "not slow and not alone" -n 2 $(AT_ONCE)
+	$(BIN)/pytest -m "not slow and not alone" -n 3 $(AT_ONCE)
 	$(BIN)/pytest -m "not slow and alone" tests/distributed
 
 test-slow: $(TOOLS)
-	$(BIN)/pytest -m "slow and not alone" -n 3 $(AT_ONCE) $(LONGEST_FIRST)
+	$(BIN)/pytest -m "slow and not alone" -n 4 $(AT_ONCE) $(LONGEST_FIRST)
 	$(BIN)/pytest -m "slow and alone" tests/distributed
 
 coverage: $(TOOLS)
 	$(BIN)/python $(PIP) -q -c constraints.txt coverage
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -m "not slow and not alone" -n 2 $(AT_ONCE)
+	$(BIN)/coverage run -m pytest -m "not slow and not alone" -n 3 $(AT_ONCE)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

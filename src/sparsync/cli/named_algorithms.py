@@ -57,7 +57,7 @@ class Named:
     label: str
 
 
-def labels(text: str, *tables: Table[Any], **limits: Any) -> tuple[str, ...]:
+def labels(text: str, *tables: Table[Any], tell: bool = True, **limits: Any) -> tuple[str, ...]:
     """Split a list of algorithms; return a label for each, which ``named`` can parse.
 
     Standard error gets a line about each paper's name that is another one here, because tables and JSON
@@ -66,6 +66,7 @@ def labels(text: str, *tables: Table[Any], **limits: Any) -> tuple[str, ...]:
     Args:
         text: comma-separated names, with or without options.
         tables: as for ``named``.
+        tell: whether to print that line.
         limits: as for ``named``.
 
     Raises:
@@ -87,7 +88,7 @@ def labels(text: str, *tables: Table[Any], **limits: Any) -> tuple[str, ...]:
         else:
             found.append(piece)
     rows = [named(one, *tables, **limits) for one in found]
-    if leads():
+    if tell and leads():
         for typed, row in zip(found, rows, strict=True):
             given = typed.partition(":")[0].strip()
             if fold(given) != fold(row.name):

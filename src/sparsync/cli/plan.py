@@ -179,7 +179,8 @@ def _in_table_1(text: str | None) -> list[str]:
     """Return the rows of Ok-Topk's Table 1 that a list names; without a list, return all rows."""
     if text is None:
         return list(TABLE_1)
-    found = list(dict.fromkeys(labels(text, PRESETS)))
+    # the table has the papers' names
+    found = list(dict.fromkeys(labels(text, PRESETS, tell=False)))
     missing = ", ".join(name for name in found if name not in TABLE_1)
     known = ", ".join(TABLE_1)
     require(not missing, f"the paper's Table 1 has no {missing}; choose among {known}")

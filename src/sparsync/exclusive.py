@@ -16,7 +16,14 @@ from sparsync.accepted_optimizers import holds
 from sparsync.errors import ConfigurationError
 from sparsync.handle import Hook
 
-__all__ = ["Guard", "check_outermost", "check_outside_ddp", "check_unattached", "exchanged_updates"]
+__all__ = [
+    "Guard",
+    "check_outermost",
+    "check_outside_ddp",
+    "check_unattached",
+    "exchanged_updates",
+    "gradient_hooks",
+]
 
 
 class _Guarded(Protocol):
@@ -113,14 +120,19 @@ def check_unattached(model: nn.Module) -> None:
         return  # ``check_ddp`` sees its communication hook
     exchanged = exchanged_updates()
     for name, parameter in model.named_parameters():
-        # torch's registry of a parameter's hooks has no public name
-        marks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        what = "gradient" if any(isinstance(mark, Hook) for mark in marks.values()) else ""
+        what = "gradient" if gradient_hooks(parameter) else ""
         if what or id(parameter) in exchanged:
             raise ConfigurationError(
                 f"the {what or 'update'} of '{name}' is exchanged already; attach once, or close() "
                 "the first handle first"
             )
+
+
+def gradient_hooks(parameter: Tensor) -> list[Hook]:
+    """Return the hooks by which a handle sees the gradients of a parameter; empty if there is none."""
+    # torch's registry of a parameter's hooks has no public name
+    marks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return [mark for mark in marks.values() if isinstance(mark, Hook)]
 
 
 def exchanged_updates() -> set[int]:

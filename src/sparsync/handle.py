@@ -255,8 +255,15 @@ def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None
 class Hook:
     """A hook on a module or parameter.  Its copies do nothing, because a copied model is not attached."""
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
+    def __init__(
+        self, call: Callable[..., None] | None = None, owner: Callable[[], Any] = lambda: None
+    ) -> None:
+        self._call, self._owner = call, owner
+
+    @property
+    def owner(self) -> Any:
+        """The object whose method this hook calls (``weakly``), or None."""
+        return self._owner()
 
     def __call__(self, *arguments: Any) -> None:
         """Call the function, if there is one."""
@@ -275,7 +282,7 @@ def weakly(method: Callable[..., None]) -> Hook:
         if (bound := known()) is not None:
             bound(*arguments)
 
-    return Hook(call)
+    return Hook(call, lambda: getattr(known(), "__self__", None))
 
 
 def call_after_backward(callback: Callable[[], None]) -> bool:

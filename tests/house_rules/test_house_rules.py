@@ -31,7 +31,7 @@ LAYERS = (
     ("presets",),
     ("feedback",),
     ("api", "arrays", "averaging"),
-    ("accepted_optimizers", "exclusive", "gradients", "handle", "options", "updates"),
+    ("accepted_optimizers", "exclusive", "gradients", "handle", "options", "scalers", "updates"),
     ("dense_or_updates", "elastic", "not_attached", "published"),
     ("attach", "checkpoint", "frameworks", "testing"),
     ("__init__",),

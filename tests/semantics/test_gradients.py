@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import sparsync
@@ -224,7 +225,7 @@ _OWN_SCALE = "works. Every rank has its own scale;"
 
 @practice(
     "AMP: `GradScaler`, with an overflow on one rank",
-    attach="works. With `nonfinite='propagate'`, all ranks skip the step and lower their scales, "
+    attach="works. With `Monitoring(scaler=...)`, all ranks skip the step and lower their scales, "
     "and residuals are unchanged.",
     updates=f"{_OWN_SCALE} a step that `scaler.step(optimizer)` skips also counts there, whether or not "
     "`Monitoring(scaler=...)` is given. "
@@ -242,9 +243,9 @@ def test_scaler(column):
 
 def _scaled(column, optimizer):
     attach = column == "attach"
-    settings = {"nonfinite": "propagate"} if attach else {}
-    training = Training(column, network(), optimizer=optimizer, **settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    settings = {"scaler": scaler} if attach else {}
+    training = Training(column, network(), optimizer=optimizer, **settings)
     for step in range(4):
         training.optimizer.zero_grad()
         before, kept = weights(training.net), _kept(training) if attach else None
@@ -294,14 +295,45 @@ def test_fused_scaler(column):
 
 
 @practice(
-    "`GradScaler` with a `nonfinite=` other than 'propagate'",
-    attach="refused. On an overflow, 'raise' raises an error that names 'propagate'; with 'skip', there "
-    'are no gradients, and the scaler raises torch\'s "No inf checks were recorded".',
+    "AMP: a `GradScaler` that `attach` was not given, or another one than it was given",
+    attach="refused. The residual would keep the scale of the step that wrote it. The first "
+    "`scaler.step(optimizer)` refuses this; an overflow before it raises an error that names `scaler=`. "
+    "A disabled scaler is not refused. The same holds without DDP (`replicate=`).",
+    updates="works. Updates have no scale. "
+    "(tests/unit/test_stepping.py::test_what_a_scaler_skips_counts_once)",
+)
+def test_a_scaler_that_attach_does_not_know(column):
+    say = ["by a GradScaler", "Monitoring(scaler=scaler)"]
+    other, plain = torch.amp.GradScaler("cpu"), network()
+    with attached(network()) as (ddp, _), attached(network(), scaler=other) as (told, _):
+        known = sparsync.attach(plain, replicate=dist.group.WORLD)
+        for model, words in (
+            (ddp, "attach was not given"),
+            (told, "other than the one given to attach"),
+            (plain, "attach was not given"),
+        ):
+            optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu")
+            before = weights(model)
+            scaler.scale(mean_square(model, 0, here())).backward()
+            with refused(*say, words):
+                scaler.step(optimizer)
+            assert_close(weights(model), before, 0.0, "after the refusal")
+            torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+            assert moved(model, before)
+        known.close()
+        scaler.scale(mean_square(plain, 0, here())).backward()
+        scaler.step(optimizer)  # nothing is attached any more
+
+
+@practice(
+    "an overflow under `GradScaler` with a `nonfinite=` other than 'propagate'",
+    attach="refused. `attach` refuses the two together; without `scaler=`, 'raise' raises an error that "
+    "names it, and with 'skip' there are no gradients, so `scaler.step` refuses the scaler.",
 )
 def test_scaler_needs_propagate(column):
     for policy, error, words in (
         ("raise", sparsync.errors.NonFiniteGradientError, "(with a GradScaler: scaler=)"),
-        ("skip", AssertionError, "No inf checks were recorded for this optimizer"),
+        ("skip", sparsync.ConfigurationError, "Monitoring(scaler=scaler)"),
     ):
         with attached(network(), nonfinite=policy) as (ddp, _):
             optimizer, scaler = sgd(ddp.parameters()), torch.amp.GradScaler("cpu")
@@ -311,6 +343,9 @@ def test_scaler_needs_propagate(column):
                 scaler.scale(mean_square(ddp, 0, here()) * factor).backward()
                 scaler.step(optimizer)
             assert_close(weights(ddp), before, 0.0, "after the refusal")
+        scaler = torch.amp.GradScaler("cpu")
+        with refused(f"nonfinite={policy!r}", "GradScaler"):
+            Training(column, network(), nonfinite=policy, scaler=scaler)
 
 
 @practice(

@@ -154,6 +154,11 @@ class BucketSource(Source):
         model = self._model()
         return nullcontext() if model is None else model.no_sync()
 
+    @property
+    def scaler(self) -> Any:
+        """The GradScaler that ``attach`` was given, or None; ``follow_scalers`` compares it."""
+        return self._steps.scaler
+
     def discard(self) -> None:
         """Undo what a broken backward pass has begun."""
         self._steps.discard()

@@ -293,6 +293,11 @@ class ParameterSource(Source):
         self.discard()
         return ConfigurationError(why)
 
+    @property
+    def scaler(self) -> Any:
+        """The GradScaler that ``attach`` was given, or None; ``follow_scalers`` compares it."""
+        return self._steps.scaler
+
     def discard(self) -> None:
         """Undo what a broken backward pass has begun."""
         self._open = None

@@ -210,6 +210,11 @@ class GradientSteps:
         return self._whole.units
 
     @property
+    def scaler(self) -> Any:
+        """The GradScaler that scales the gradients, or None."""
+        return self._scaler
+
+    @property
     def measures(self) -> bool:
         """Whether the norm of all gradients must be known before any gradient is accumulated."""
         return self.reducer.corrector is not None and self.reducer.corrector.waits

@@ -22,6 +22,7 @@ from sparsync.fields import Exactly, Fields, opened, sealed
 from sparsync.gradients.steps import GradientSteps
 from sparsync.handle import Handle
 from sparsync.options import Options
+from sparsync.scalers import follow_scalers
 from sparsync.transports.agree import on_all_or_none
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
@@ -89,6 +90,7 @@ class GradientSync(Handle):
         membership, consensus = steps.ranks.membership, steps.consensus
         super().__init__(model, reducer, engine, groups, options, membership, consensus, pieces)
         self._steps, self._source = steps, source
+        follow_scalers()
         source.watch(self)
 
     def no_sync(self) -> AbstractContextManager[None]:

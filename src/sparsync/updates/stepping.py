@@ -6,19 +6,17 @@ others make.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
 from torch.optim import Optimizer
 
-from sparsync.accepted_optimizers import chain_of
 from sparsync.handle import Hook
+from sparsync.scalers import Counting, follow_scalers
 from sparsync.updates.gradient_noise import found_inf
 
-__all__ = ["follow", "follow_scalers"]
+__all__ = ["follow"]
 
 # The code object of torch's wrapper around ``step``, which calls the hooks; ``_nested`` looks for it on
 # the stack.  It has no public name, but wrapping any function reveals it.
@@ -43,7 +41,7 @@ def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
 
 
 @final
-class _After:
+class _After(Counting):
     """The hook after an optimizer's steps; its count shows ``follow_scalers`` whether torch called it."""
 
     def __init__(self, call: Hook) -> None:
@@ -74,34 +72,3 @@ def _nested(optimizer: Optimizer) -> bool:
         frame = frame.f_back
         calls += frame.f_code is _CALL and frame.f_locals.get("self") is optimizer
     return calls > 1
-
-
-def follow_scalers() -> None:
-    """Make torch's GradScalers report the steps that they skip, once per process.
-
-    A scaler that finds Inf does not call the optimizer, so no hook of the optimizer runs, and torch
-    (2.13) has no hooks for scalers.  This function therefore wraps the method of the class, because a
-    scaler may be created after ``attach``.
-    """
-    step: Callable[..., Any] = torch.amp.GradScaler.step
-    if hasattr(step, "tells"):  # a second wrapper would report every skipped step twice
-        return
-
-    @functools.wraps(step)
-    def telling(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        # The scaler may hold a wrapper, e.g. SAM, around the attached optimizer.  The counts show whether
-        # a hook has run: a fused optimizer is called even when skipped, and reports the step itself.
-        hooks = [
-            (one, hook, hook.calls)
-            for one, _ in chain_of(optimizer)
-            for hook in getattr(one, "_optimizer_step_post_hooks", {}).values()
-            if isinstance(hook, _After)
-        ]
-        result = step(scaler, optimizer, *args, **kwargs)
-        for one, hook, calls in hooks:
-            if hook.calls == calls:
-                hook.tell(one, skipped=True)
-        return result
-
-    telling.tells = True  # type: ignore[attr-defined]
-    torch.amp.GradScaler.step = telling  # type: ignore[assignment, method-assign]

@@ -209,10 +209,19 @@ class Handle(ABC):
         """End the thread and the process groups; the model then trains as if nothing had been attached.
 
         An exchange in flight is finished first, within the transport's timeout, because peers may
-        be waiting for it.
+        be waiting for it.  A handle of updates warns if replicas still differ (``finish``).
 
         Calling this is optional: the end of the process and the end of the model both close the handle.
         """
+        if not self.closed:
+            self._before_close()
+        self._close()
+
+    @abstractmethod
+    def _before_close(self) -> None:
+        """Look at what a regular end would leave undone."""
+
+    def _close(self) -> None:
         self.on_close.close()
         self._engine.close(self.reducer.comm.timeout)
         self._end()
@@ -223,9 +232,11 @@ class Handle(ABC):
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        if error is not None:
+        if error is None:
+            self.close()
+        else:
             self._engine.end()  # after an error, peers may never join the exchange in flight
-        self.close()
+            self._close()
 
 
 def make_engine(

@@ -262,6 +262,57 @@ def test_a_statistic_that_began_with_inf_is_named_once():
 
 
 @on_ranks(2)
+def test_a_handle_that_is_closed_without_finish_says_that_replicas_differ():
+    def said_by(train, settings=None, within=contextlib.nullcontext):
+        net, said = model(), io.StringIO()
+        optimizer = adam(net)
+        with contextlib.redirect_stderr(said), within():
+            sync = sparsync.attach(net, optimizer, settings)
+            with sync:
+                train(net, optimizer, sync)
+            sync.close()  # says nothing more
+        lines = [line for line in said.getvalue().splitlines() if "finish()" in line]
+        assert all("replicas differ" in line for line in lines)
+        return len(lines)
+
+    def steps(net, optimizer, sync):
+        for step in range(4):
+            step_of(net, optimizer, step)
+
+    def finishing(net, optimizer, sync):
+        steps(net, optimizer, sync)
+        sync.finish()
+
+    def going_on(net, optimizer, sync):
+        finishing(net, optimizer, sync)
+        step_of(net, optimizer, 4)
+
+    def loading(net, optimizer, sync):
+        steps(net, optimizer, sync)
+        net.load_state_dict(model().state_dict())
+
+    def resuming(net, optimizer, sync):
+        steps(net, optimizer, sync)
+        sync.load_state_dict(sync.state_dict())
+
+    def failing(net, optimizer, sync):
+        steps(net, optimizer, sync)
+        raise KeyboardInterrupt
+
+    def caught():
+        return pytest.raises(KeyboardInterrupt)
+
+    first = int(dist.get_rank() == 0)
+    exact = OuterStep(period=1, algorithm="allgather", density=1.0, residual="weights")
+    assert said_by(steps) == first
+    assert said_by(going_on) == first
+    assert said_by(lambda net, optimizer, sync: None) == 0
+    assert [said_by(train) for train in (finishing, loading, resuming)] == [0, 0, 0]
+    assert said_by(steps, exact) == 0  # replicas are equal after every step
+    assert said_by(failing, within=caught) == 0
+
+
+@on_ranks(2)
 def test_several_optimizers_frozen_and_unused_parameters_and_buffers():
     torch.manual_seed(0)
     net = torch.nn.ModuleDict(

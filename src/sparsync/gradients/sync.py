@@ -197,6 +197,9 @@ class GradientSync(Handle):
         """
         self._steps.ranks.part()
 
+    def _before_close(self) -> None:
+        """Do nothing: exchanged gradients keep replicas equal."""
+
     def step(self) -> None:
         """Close the step of a pipeline: call it after ``schedule.step()``, before the optimizer.
 

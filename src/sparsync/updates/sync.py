@@ -406,6 +406,7 @@ class UpdateSync(Handle):
         self._seen: list[int] = []  # the parameters that trained when the model was last checked
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
+        self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
         self._groups: dict[torch.optim.Optimizer, int] = {}  # how many groups each one had
         self._advises, self._started = advises, time.perf_counter()
@@ -510,6 +511,7 @@ class UpdateSync(Handle):
         return not own[:end].equal(self.outer.memory["shared"][:end])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        self._differs = True
         # a skipped step has no gradients worth measuring, but it counts, because other ranks may
         # have made it
         if skipped:
@@ -664,7 +666,7 @@ class UpdateSync(Handle):
     def _step(self) -> None:
         outer = self.outer
         self._own.check("an optimizer's step")
-        self._idle = 0
+        self._idle, self._differs = 0, True
         if outer.optimizers:  # otherwise the user's step has already happened
             self._check_start()
         else:
@@ -765,6 +767,22 @@ class UpdateSync(Handle):
         self._own.check("finish()")
         self._ranks.finish()
         self._changes.remember()
+        self._differs = False
+
+    def _before_close(self) -> None:
+        """Warn if this rank's weights differ from the shared ones, as they do until ``finish``."""
+        # if the program has written weights since the last step, as with its best checkpoint, nothing is
+        # known about replicas
+        if not self._differs or self.left or self.reducer.comm.rank or self._changes.written():
+            return
+        self._weights.reshard()
+        trained = slice(0, self.outer.layout.end)
+        own, shared = self.outer.read(self._weights), self.outer.memory["shared"]
+        if not own[trained].equal(self.outer.layout.rounded(trained, shared[trained].clone())):
+            say(
+                "closed without finish(), so replicas differ by what ranks had not exchanged yet; to "
+                "make them equal, call finish() on all ranks before close()"
+            )
 
     # ---- state -------------------------------------------------------------------------------------
 
@@ -912,6 +930,7 @@ class UpdateSync(Handle):
         self._before = None
         self._count_for_node()
         self._begins = self._resumed = True
+        self._differs = False
         self._changes.remember()
 
 

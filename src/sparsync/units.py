@@ -7,9 +7,9 @@ residual keyed by bucket would change its meaning.  One unit for the whole model
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,17 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from sparsync.errors import ConfigurationError, require
 
 __all__ = [
+    "Kind",
     "Piece",
     "Slot",
     "Unit",
+    "check_kinds",
     "check_same_parameters",
     "check_stepped_later",
     "check_unit_bytes",
     "flatten",
     "is_finite",
+    "kinds_of",
     "local_of",
     "output_parameters",
     "plan_units",
@@ -42,6 +45,8 @@ _STEPPED_INSIDE: Final = "_in_backward_optimizers"
 # A piece is a box within a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0],
 # ...]``, flattened. Its keys are "shape", "offset" and "size".
 Piece = dict[str, list[int]]
+
+Kind = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -204,48 +209,79 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
     return {name: local_of(tensor) for name, tensor in named.items() if name not in ignored}
 
 
-def training(model: nn.Module) -> list[int]:
-    """Return the identities of the trained parameters, one for each place in a module.
+def training(model: nn.Module) -> list[Any]:
+    """Return identity, dtype and device of the trained parameters, one for each place in a module.
 
     Comparing two such lists is fast enough for every step.  The identity is negated once an
     optimizer steps the parameter inside ``backward()`` (see ``check_stepped_later``).
     """
     return [
-        -id(parameter) if hasattr(parameter, _STEPPED_INSIDE) else id(parameter)
+        (
+            -id(parameter) if hasattr(parameter, _STEPPED_INSIDE) else id(parameter),
+            parameter.dtype,
+            parameter.device,
+        )
         for module in model.modules()
         for parameter in module._parameters.values()
         if parameter is not None and parameter.requires_grad
     ]
 
 
+def kinds_of(parameters: Mapping[str, Tensor]) -> dict[str, Kind]:
+    """Return dtype and device of parameters, by name."""
+    return {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
+
+
 def check_same_parameters(
     model: nn.Module,
-    exchanged: Iterable[Tensor],
+    exchanged: Mapping[str, Tensor],
     ignored: Collection[Tensor] = (),
     alone: Collection[str] = (),
+    kinds: Mapping[str, Kind] | None = None,
 ) -> None:
     """Refuse a model that trains parameters which are neither ``exchanged`` nor ``ignored``.
 
     Such parameters were unfrozen, added or replaced after the exchange was set up.  Parameters named in
     ``alone`` are private to each rank, and not checked.  Tensors that ``torch.func.functional_call``
-    substitutes for parameters are ignored, because they exist only during that call.
+    substitutes for parameters are ignored, because they exist only during that call.  Parameters are
+    also refused if their ``kinds`` have changed (``kinds_of``).
 
     Example:
-        >>> model = nn.Linear(2, 1); exchanged = list(model.parameters())
+        >>> model = nn.Linear(2, 1); exchanged = dict(model.named_parameters())
         >>> model.bias = nn.Parameter(torch.zeros(1))
         >>> try: check_same_parameters(model, exchanged)
-        ... except ConfigurationError as error: str(error).split(";")[0]
-        "'bias' trains now but was frozen or not there when the exchange was set up"
+        ... except ConfigurationError as error: str(error).split(",")[0]
+        "'bias' was replaced by another parameter after the exchange was set up"
     """
     check_stepped_later(model, alone)
-    known = {*exchanged, *ignored}
+    known = {*exchanged.values(), *ignored}
     for name, parameter in model.named_parameters():
         if name in alone or parameter in known or not isinstance(parameter, nn.Parameter):
             continue
+        if parameter.requires_grad and name in exchanged:
+            raise ConfigurationError(
+                f"'{name}' was replaced by another parameter after the exchange was set up, as by "
+                "load_state_dict(assign=True) or a new layer: neither the exchange nor the optimizer "
+                "knows it; load with assign=False, which copies values, and replace layers before the "
+                "optimizer, DDP and attach"
+            )
         if parameter.requires_grad:
             raise ConfigurationError(
                 f"'{name}' trains now but was frozen or not there when the exchange was set up; ranks "
                 "would drift apart in it: set up again (for DDP: wrap again, then attach)"
+            )
+    check_kinds(exchanged, kinds or {})
+
+
+def check_kinds(parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind]) -> None:
+    """Refuse parameters that were converted or moved since ``kinds_of`` has seen them."""
+    for name, before in kinds.items():
+        now = parameters[name].dtype, parameters[name].device
+        if now != before:
+            was, its = (f"{dtype} on {device}" for dtype, device in (before, now))
+            raise ConfigurationError(
+                f"'{name}' was {was} when the exchange was set up, and is {its} now; convert and move "
+                "the model before the optimizer, DDP and attach"
             )
 
 

@@ -171,15 +171,70 @@ def test_changed_models(column):
                 training.backward(2)
             training.close()
             continue
-        with refused(f"'{name}" if attach else f"'{name}' trains now"):
+        said = {"0.weight": " trains now", "3.weight": " was replaced by another parameter"}
+        with refused(f"'{name}", said.get(name, "")):
             training.backward(1) if attach else training.handle.step()
         training.close()
     if not attach:
         return
     with attached(network(), column=column) as (ddp, _):
         ddp.module = network()
-        with refused("'0.weight' trains now"):
+        with refused("'0.weight' was replaced"):
             mean_square(ddp, 0, here())
+
+
+@practice(
+    "`load_state_dict(assign=True)` after the start",
+    attach="refused. Neither the exchange nor the optimizer knows the new parameters; the next forward "
+    "pass names the first one. Load with `assign=False`, which copies values. The same holds without DDP "
+    "(`replicate=`).",
+    updates="refused. As with `attach`.",
+    UpdateSpace="refused. As with `attach`; `step()` refuses this.",
+)
+def test_assigned_parameters(column):
+    for steps in (0, 1):
+        training = Training(column, network())
+        for step in range(steps):
+            training.backward(step)
+            training.step()
+        copied = {name: value.clone() for name, value in training.net.state_dict().items()}
+        training.net.load_state_dict(copied, assign=True)
+        with refused("'0.weight' was replaced", "load_state_dict(assign=True)", "assign=False"):
+            training.backward(steps)
+            training.step()
+        training.close()
+
+
+@practice(
+    "a model that is converted or moved after the start (`ddp.double()`, `ddp.cpu()`), and perhaps back",
+    attach="refused. DDP would not see its gradients any more, as it silently does without sparsync; the "
+    "next forward pass says so. Convert a copy of `ddp.module`.",
+    updates="refused. While its dtype or device is another one; the way there and back does no harm.",
+)
+def test_converted_models(column):
+    for steps in (0, 2):
+        training = Training(column, network())
+        for step in range(steps):
+            training.backward(step)
+            training.step()
+        training.net.double()
+        with refused("'0.weight' was torch.float32 on cpu when", "is torch.float64 on cpu now"):
+            training.called(torch.ones(2, 20, dtype=torch.float64))
+        training.net.float()
+        if column == "updates":
+            training.backward(steps)
+            training.step()
+        else:
+            with refused("'0.weight' was converted or moved", "copy.deepcopy(ddp.module)"):
+                training.backward(steps)
+        training.close()
+    net = network()
+    if column == "attach":
+        with (
+            sparsync.attach(net, replicate=dist.group.WORLD),
+            refused("is torch.float64 on cpu now"),
+        ):
+            net.double()(torch.ones(2, 20, dtype=torch.float64))
 
 
 def _ignoring(net, *names):

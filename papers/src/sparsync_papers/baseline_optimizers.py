@@ -157,7 +157,7 @@ class UpdateSpace(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_same_parameters(self._model, self._parameters.values())
+        check_same_parameters(self._model, self._parameters)
         groups = {p: group for group in self.param_groups for p in group["params"]}
         updates = [self._updates(unit, groups) for unit in self.reducer.units]
         try:

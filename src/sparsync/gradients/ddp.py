@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.errors import ConfigurationError
@@ -32,7 +33,9 @@ from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
 from sparsync.units import (
     Slot,
+    check_kinds,
     check_same_parameters,
+    kinds_of,
     replicated_tensors,
     substituted,
     training,
@@ -145,7 +148,10 @@ class BucketSource(Source):
         }
         self._open = BucketStep(steps.units)
         self._places: dict[int, Places] = {}  # by number of the bucket
-        self._seen: list[int] = []  # the parameters that trained when the model was last checked
+        self._kinds = kinds_of(trained)
+        # the node through which DDP sees the gradient of the first parameter
+        self._node = None if not trained else get_gradient_edge(next(iter(trained.values()))).node
+        self._seen: list[Any] = []  # the parameters that trained when the model was last checked
         self._exchanged = False  # the last backward pass was exchanged, with no forward pass since
         self._begun = 0  # backward passes that were exchanged, or whose exchange has begun
 
@@ -187,15 +193,15 @@ class BucketSource(Source):
         self._exchanged = False
         model = self._model()
         assert model is not None
+        self._check_node()
         if (seen := training(model.module)) == self._seen:  # the usual case, on every step
             return
         if substituted(model.module):
             # functional_call substitutes other tensors for one call.  Gradients either reach the
             # parameters through them, and are exchanged, or belong to tensors of the caller
             return
-        check_same_parameters(
-            model.module, self._trained.values(), alone=model.parameters_to_ignore
-        )
+        alone = model.parameters_to_ignore
+        check_same_parameters(model.module, self._trained, alone=alone, kinds=self._kinds)
         self._seen = seen
         if model.find_unused_parameters:
             return  # DDP treats frozen or removed parameters as unused and does not wait for them
@@ -208,6 +214,21 @@ class BucketSource(Source):
                 f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
                 "DDP would wait for its gradient; wrap and attach again, or build DDP with "
                 "find_unused_parameters=True"
+            )
+
+    def _check_node(self) -> None:
+        """Refuse parameters whose gradients DDP does not see any more."""
+        # Converting or moving a parameter makes autograd forget the node on which DDP has its hooks, and
+        # converting it back does not restore the node.
+        if self._node is None or torch.compiler.is_compiling():
+            return
+        name, first = next(iter(self._trained.items()))
+        if first.requires_grad and get_gradient_edge(first).node is not self._node:
+            check_kinds(self._trained, self._kinds)
+            raise ConfigurationError(
+                f"'{name}' was converted or moved after DDP had wrapped it, and back, as by cpu() and "
+                "cuda(), so DDP does not see its gradient any more, and ranks would drift apart; convert "
+                "a copy instead (copy.deepcopy(ddp.module).cpu()), or wrap and attach again"
             )
 
     def _check_gradient(self, parameter: Tensor) -> None:

@@ -41,7 +41,7 @@ from sparsync.transports import driver
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.process_group import Groups
-from sparsync.units import Unit, check_same_parameters, local_of
+from sparsync.units import Unit, check_same_parameters, kinds_of, local_of
 
 __all__ = ["ParameterSource", "ReplicaStep", "attach_replicas"]
 
@@ -163,6 +163,7 @@ class ParameterSource(Source):
         # whether replicas' weights have been compared, which happens before the first commit
         self._compared = not compares
         self._parameters = {p.name: p.parameter for p in shards}
+        self._kinds = kinds_of(self._parameters)
         self._place = {
             self._parameters[slot.name]: (i, slot)
             for i, unit in enumerate(steps.units)
@@ -220,7 +221,8 @@ class ParameterSource(Source):
         self._check_parameters(model)
 
     def _check_parameters(self, model: nn.Module) -> None:
-        check_same_parameters(model, self._place, self._fsdp.check_same(self._place))
+        ignored = self._fsdp.check_same(self._place)
+        check_same_parameters(model, self._parameters, ignored, kinds=self._kinds)
 
     # ---- while gradients arrive, on autograd's thread ----------------------------------------------
 

@@ -66,6 +66,7 @@ from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
 from sparsync.units import (
     check_same_parameters,
+    kinds_of,
     local_of,
     output_parameters,
     substituted,
@@ -403,7 +404,8 @@ class UpdateSync(Handle):
         self._own, self._weights, self.outer = own, own.weights, own.outer
         self._carrier, self._ranks, self._changes = carrier, ranks, own.changes
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
-        self._seen: list[int] = []  # the parameters that trained when the model was last checked
+        self._kinds = kinds_of(self._weights.trained)
+        self._seen: list[Any] = []  # the parameters that trained when the model was last checked
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
         self._differs = False  # whether a step was made since replicas were equal
@@ -603,7 +605,7 @@ class UpdateSync(Handle):
         assert module is not None
         if (seen := training(module)) != self._seen and not substituted(module):
             alone = () if ddp is None else ddp.parameters_to_ignore
-            check_same_parameters(module, self._weights.trained.values(), alone=alone)
+            check_same_parameters(module, self._weights.trained, alone=alone, kinds=self._kinds)
             self._seen = seen
 
     # ---- a step ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,7 +15,16 @@ import torch
 
 from sparsync.errors import ConfigurationError
 
-__all__ = ["NoState", "Stateful", "brief", "fits", "packed", "parse_parts", "unpacked"]
+__all__ = [
+    "NoState",
+    "Stateful",
+    "brief",
+    "fits",
+    "load_plainly",
+    "packed",
+    "parse_parts",
+    "unpacked",
+]
 
 _MAX_INT = 2**63 - 1  # the largest integer that kernels take
 _SHOWN = 60  # longest value in a message, in characters
@@ -119,8 +129,19 @@ def packed(value: object) -> bytearray:
     return bytearray(written.getvalue())
 
 
+def load_plainly(file: Any, **options: Any) -> Any:
+    """Call ``torch.load`` for plain values and tensors, without its warning about sparse tensors.
+
+    torch (2.14) checks the indices of sparse tensors, as it should for a file that anybody may have
+    written, and warns that this takes time.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
+        return torch.load(file, weights_only=True, **options)
+
+
 def unpacked(raw: Any, classes: Sequence[type[Any]] = ()) -> Any:
     """Undo ``packed``; refuse everything but plain values, tensors and objects of ``classes``."""
     # the bytes come from a file or another rank, and unrestricted unpickling could run any code
     with torch.serialization.safe_globals(list(classes)):
-        return torch.load(io.BytesIO(raw), weights_only=True)
+        return load_plainly(io.BytesIO(raw))

@@ -2,12 +2,15 @@
 
 import io
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 from sklearn.datasets import dump_svmlight_file
 
+from sparsync.cli.app import exit_code, make_app
 from sparsync.cli.linear import command as linear
 from sparsync.cli.linear.settings import LinearSettings
 from sparsync.published.sparcml.linear import LinearModel
@@ -107,19 +110,20 @@ def test_ranks_are_real_unless_they_are_asked_to_be_virtual(command, file):
     assert (code, out) == (2, "") and "--network describes the simulated network" in err
 
 
-@pytest.fixture
-def saved(command, tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     """Save a model of rows with labels 3 and 7 and columns from 1 on; write more rows of this kind."""
+    folder = tmp_path_factory.mktemp("saved")
     features, labels = make_data(400)
     labels = np.where(labels > 0, 7, 3)
     for name, rows in (("train", slice(0, 300)), ("test", slice(300, None))):
-        path = str(tmp_path / f"{name}.svm")
+        path = str(folder / f"{name}.svm")
         dump_svmlight_file(features[rows], labels[rows], path, zero_based=False)
-    model = tmp_path / "models" / "m.npz"
-    options = ["--transport", "sim", "--ranks", 3, "--data", tmp_path / "train.svm"]
-    code, _, err = command("linear", *options, "--save", model, "--compare", "dense")
-    assert (code, err) == (0, "")
-    return model, tmp_path / "test.svm", labels[300:]
+    model = folder / "models" / "m.npz"
+    options = ["--transport", "sim", "--ranks", "3", "--data", str(folder / "train.svm")]
+    arguments = ["linear", *options, "--save", str(model), "--compare", "dense"]
+    assert exit_code(lambda: make_app("linear")(arguments, standalone_mode=False)) == 0
+    return model, folder / "test.svm", labels[300:]
 
 
 def test_a_saved_model_predicts_the_labels_of_other_rows(command, saved, tmp_path):
@@ -187,8 +191,8 @@ def damaged(path, **arrays):
         (lambda p: p.unlink(), "is not a file"),
     ],
 )
-def test_a_file_that_is_no_model_is_one_clear_line(command, saved, damage, said):
-    model, rows, _ = saved
-    damage(model)
+def test_a_file_that_is_no_model_is_one_clear_line(command, saved, tmp_path, damage, said):
+    model, rows = shutil.copy(saved[0], tmp_path), saved[1]
+    damage(Path(model))
     code, out, err = command("linear", "--predict", model, "--data", rows)
     assert (code, out, err.count("\n")) == (2, "", 1) and said in err

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from sparsync.errors import CheckpointError, first_line
+from sparsync.state import load_plainly
 
 __all__ = [
     "SHARED",
@@ -94,7 +95,7 @@ def write_file(path: Path, content: Any) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
+        load_plainly(temporary, map_location="cpu", mmap=True)
         temporary.replace(path)
         _sync_folder(path.parent)
     except Exception as error:  # an object may raise anything when it is pickled
@@ -118,7 +119,7 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged, or contains more than tensors and plain values.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        content = load_plainly(path, map_location="cpu", mmap=mapped)
     except Exception as error:  # damaged bytes raise IndexError, struct.error, ...
         raise CheckpointError(
             f"cannot read {path}: {first_line(error)}; files of sparsync.save hold tensors and plain "
@@ -247,7 +248,7 @@ def _culprit(content: Any) -> str:
         try:
             torch.save(value, file)
             file.seek(0)
-            torch.load(file, weights_only=True)
+            load_plainly(file)
         except Exception:
             return (
                 f"{keystr(path)} is a {type(value).__name__}, which could not be loaded again; give "

@@ -159,6 +159,13 @@ class OuterEngine(Stateful):
             made[place] = weights.read(place)
         return made
 
+    def differs(self) -> bool:
+        """Return whether trained weights of this rank differ from the shared ones, run by run."""
+        return not all(
+            self._weights.read(place).equal(self.layout.rounded(place, self._shared(place)))
+            for place in self._runs(slice(0, self.layout.end))
+        )
+
     def write(self, weights: Weights, values: Tensor) -> None:
         """Replace weights by values on the device of ``memory``."""
         # a single call if nothing moves between devices, because each call gathers inside a node

@@ -778,9 +778,7 @@ class UpdateSync(Handle):
         if not self._differs or self.left or self.reducer.comm.rank or self._changes.written():
             return
         self._weights.reshard()
-        trained = slice(0, self.outer.layout.end)
-        own, shared = self.outer.read(self._weights), self.outer.memory["shared"]
-        if not own[trained].equal(self.outer.layout.rounded(trained, shared[trained].clone())):
+        if self.outer.differs():
             say(
                 "closed without finish(), so replicas differ by what ranks had not exchanged yet; to "
                 "make them equal, call finish() on all ranks before close()"

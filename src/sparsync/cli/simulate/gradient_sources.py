@@ -18,6 +18,7 @@ from sparsync.cli.simulate.settings import SPREAD, Contender, SimulationSettings
 from sparsync.collectives.collective import Collective, Reduced
 from sparsync.errors import ConfigurationError
 from sparsync.sparse import SparseVector, Vector, even_boundaries
+from sparsync.state import load_plainly
 from sparsync.transports.communicator import Communicator
 
 __all__ = ["Gradients", "gradients", "load_gradients", "placed"]
@@ -75,7 +76,7 @@ def load_gradients(path: Path) -> Tensor:
 
             loaded: Any = torch.from_numpy(np.load(path, allow_pickle=False))
         else:
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = load_plainly(path, map_location="cpu")
     except Exception as error:  # a damaged file may raise any exception
         raise ConfigurationError(
             f"cannot read gradients from '{path}' ({str(error).partition(chr(10))[0]}); "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from contextlib import nullcontext
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 import sparsync
 from sparsync import Correction
 from sparsync.attach import check_optimizer
+from sparsync.updates import OuterStep
 from sparsync_papers.baseline_optimizers import UpdateSpaceAdamW
 from tests.on_ranks import refused
 
@@ -208,6 +211,69 @@ def test_failing_forward(column):
             raise AssertionError("a batch of the wrong shape was accepted")
 
     same_training(column, before=fail_on_one_rank)
+
+
+@practice(
+    "Ctrl-C or an exception while a step waits for its exchange, caught, after which training continues",
+    attach="works. The other ranks commit the exchange, so this rank does as well, before its next step. "
+    "The averages of that step are dropped, as by plain DDP.",
+    updates="works. The exchange goes on, and is applied before the weights change, or by `finish()`: "
+    "training continues as if nothing had happened.",
+)
+def test_interrupted_waits(column):
+    for delay, stopped in (
+        ((0, [0, 1]), (0, [0]), (1, [0])) if column == "updates" else ((0, [0, 1]),)
+    ):
+        expected, left = _train_through(column, delay, stopped)
+        found, kept = _train_through(column, delay, stopped, interrupted)
+        assert_close(found, expected, 0.0, "weights")
+        assert_close(kept, left, 0.0, "residuals")
+        assert equal_on_all_ranks(found)
+
+
+def _train_through(column, delay, stopped, stop=lambda sync: nullcontext()):
+    """Return weights and residuals after a step that is broken off on some ranks."""
+    net, updates = network(), column == "updates"
+    optimizer = _adamw(net.parameters()) if updates else sgd(net.parameters())
+    limits = {"transport": sparsync.Transport(timeout=20.0)}
+    if updates:
+        settings = {"algorithm": "allgather", "density": SPARSE, "residual": "weights"}
+        outer = OuterStep(**settings, period=1 + delay, delay=delay)
+        sync = sparsync.attach(net, optimizer, outer, **limits)
+    else:
+        among = {"replicate": dist.group.WORLD}
+        sync = sparsync.attach(net, optimizer, "allgather", SPARSE, **among, **limits)
+    with sync:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = mean_square(net, step, here())
+            stops = step == 2 and here() in stopped
+            with stop(sync) if stops else nullcontext():
+                loss.backward()
+                if updates or not stops:
+                    optimizer.step()
+        kept = residuals(sync.state_dict(), weights(net))
+        sync.finish()
+        return weights(net), kept
+
+
+@contextmanager
+def interrupted(sync):
+    """Break off the first wait of the training thread, while the exchange is still under way."""
+    goes_on, result = threading.Event(), Future.result
+    sync._engine.submit(lambda: goes_on.wait(20.0))
+
+    def stop(future, *given):
+        if threading.current_thread() is not threading.main_thread():
+            return result(future, *given)
+        patch.undo()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Future, "result", stop)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    goes_on.set()
 
 
 def counted(training):

@@ -371,7 +371,8 @@ class BucketSource(Source):
         finally:
             # DDP rebuilds its buckets at the next forward pass; a reference would keep their old memory
             # alive until then
-            this.buckets.clear()
+            if finished.done():  # otherwise the wait was broken off, and the engine still writes
+                this.buckets.clear()
         self._steps.compare(alike=True)
 
 

@@ -349,13 +349,15 @@ class ParameterSource(Source):
         # A gradient is written if any rank used the parameter: with None on one replica and zeros on
         # another, weight decay would move only the latter. If the step was refused, all stay None, so
         # every optimizer skips them.
+        finished = engine.submit(lambda: steps.finish(this))
         try:
-            if steps.settle(this, engine.submit(lambda: steps.finish(this))):
+            if steps.settle(this, finished):
                 for name in this.taken.keys() & self._parts.used:
                     self._parameters[name].grad = this.taken[name]
         finally:
-            this.taken.clear()
-            this.gradients.clear()
+            if finished.done():  # otherwise the wait was broken off, and the engine still writes
+                this.taken.clear()
+                this.gradients.clear()
         steps.compare()
 
     async def _check_first_weights(self) -> None:

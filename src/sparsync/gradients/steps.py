@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, final
 
@@ -60,6 +60,11 @@ class Step(ABC):
     @abstractmethod
     def write(self, averages: Sequence[Vector]) -> None:
         """Write the averages of all units into the gradients."""
+
+    def forget(self, finished: Future[None]) -> None:
+        """Drop the jobs, unless the engine still needs them because the wait was broken off."""
+        if finished.done():
+            self.jobs.clear()
 
 
 class Ranks(ABC):
@@ -202,6 +207,7 @@ class GradientSteps:
         self.before: tuple[int, Traffic] | None = None
         self.last: Step | None = None
         self._opened = (-1, 0)  # the last opened step, and the bytes sent before it
+        self._finishing: Future[None] | None = None  # the end of the last step
         self._left = False  # the gradients hold averages, and no backward pass has begun since
 
     @property
@@ -230,6 +236,10 @@ class GradientSteps:
     def begin(self) -> bool:
         """Rescale the residual to the gradients of this step; return False if there is no step."""
         reducer, ledger = self.reducer, self.reducer.comm.ledger
+        # an exception of the program, e.g. KeyboardInterrupt, may have broken off the wait for the last
+        # step, which the other ranks commit
+        if self._finishing is not None:
+            wait([self._finishing])
         if self.before is None:
             self.before = reducer.step, ledger.set_up()
         opened, sent = self._opened
@@ -297,6 +307,7 @@ class GradientSteps:
 
     def _wait(self, this: Step, finished: Future[None]) -> bool:
         self.last, self._left, begin = this, True, self.reducer.comm.now
+        self._finishing = finished
         try:
             finished.result()
         except NonFiniteGradientError:
@@ -305,7 +316,7 @@ class GradientSteps:
             return False
         finally:
             this.waited = begin, self.reducer.comm.now
-            this.jobs.clear()
+            this.forget(finished)
             if self.reducer.monitor is not None:
                 self.reducer.monitor.write()  # an error raised here leaves the gradients intact
         # the reducer's notice, once, and only from the lowest rank

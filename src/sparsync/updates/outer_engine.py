@@ -119,6 +119,9 @@ class OuterEngine(Stateful):
         # by fragment, the step after which it was last sent
         self._sent = [-1] * len(layout.fragments)
         self._under_way: list[Exchange] = []
+        self._interrupted = False  # whether the last wait was broken off
+        # the step of a wait that was broken off, and whether its exchanges have still to begin
+        self._left_off: tuple[int, bool] | None = None
         self._scratch = Scratch()
         self._part_of = {
             unit: part for part, one in enumerate(layout.fragments) for unit in one.units
@@ -145,6 +148,7 @@ class OuterEngine(Stateful):
         """Restart from other weights, equal on all ranks, without residuals or exchanges in flight."""
         self.memory, self.state = {"shared": shared.to(self._memory_like.device)}, OuterState()
         self._under_way.clear()
+        self._left_off = None
         for residual in self.reducer.residuals:
             residual.load(None)
 
@@ -203,12 +207,32 @@ class OuterEngine(Stateful):
         Raises:
             NonFiniteGradientError: NaN or Inf was exchanged twice in a row.
         """
+        await self.resume()
+        await self._advance(step, begins=True)
+
+    async def resume(self) -> None:
+        """Complete a step whose wait the program has broken off, as by ``KeyboardInterrupt``.
+
+        The exchange goes on, and the other ranks apply it.  Call this before the weights change.
+        """
+        if self._left_off is not None:
+            (step, begins), self._left_off = self._left_off, None
+            await self._advance(step, begins=begins)
+
+    async def _advance(self, step: int, *, begins: bool) -> None:
         # Late exchanges land first, because the next ones must start from weights that contain them.  The
         # second call applies the exchanges without delay that have just started.
-        await self.land(step)
-        for part in self._due(step):
-            self._begin(part, step, 0 if step < self.settings.warmup_steps else self.settings.delay)
-        await self.land(step)
+        try:
+            await self.land(step)
+            for part in self._due(step) if begins else ():
+                self._begin(
+                    part, step, 0 if step < self.settings.warmup_steps else self.settings.delay
+                )
+            begins = False
+            await self.land(step)
+        except BaseException:
+            self._left_off = (step, begins) if self._interrupted else None
+            raise
 
     def _begin(self, part: int, step: int, delay: int = 0, *, last: bool = False) -> None:
         """Start the exchange of a fragment."""
@@ -253,8 +277,12 @@ class OuterEngine(Stateful):
         """Apply the exchanges in flight that end by local step ``step``, in order."""
         refused = False
         while self._under_way and (refused or self._under_way[0].lands <= step):
-            exchange = self._under_way.pop(0)
-            await self._settle(exchange)
+            exchange = self._under_way[0]
+            try:
+                await self._settle(exchange)
+            finally:
+                if not self._interrupted:
+                    self._under_way.pop(0)
             # a refusal also ends all later exchanges, because they started from weights that will
             # be undone
             refused |= exchange.refused
@@ -317,6 +345,7 @@ class OuterEngine(Stateful):
                 exchanged; or another part of this replica failed, and this part's changes were
                 delivered.
         """
+        await self.resume()
         await self.land()
         finite = await self._meet(self.steps if step is None else step)
         reducer, shared = self.reducer, self.memory["shared"]
@@ -426,6 +455,7 @@ class OuterEngine(Stateful):
         home = self._memory_like.device
         self.memory = {name: one.to(home, copy=True) for name, one in state["memory"].items()}
         self._under_way = [Exchange(**saved) for saved in state["under_way"]]
+        self._left_off = None
         self._sent = list(state["sent"])
         self.contributions.load_state_dict(state["contributions"])
         self.period = state.get("present_period", self.period)
@@ -435,14 +465,24 @@ class OuterEngine(Stateful):
 
     async def settle(self) -> None:
         """Wait for the exchanges in flight without applying them."""
+        await self.resume()
         for exchange in self._under_way:
             await self._settle(exchange)
 
     async def _settle(self, exchange: Exchange) -> None:
-        if (carried := exchange.carry(None)) is not None:
+        self._interrupted = False
+        if (carried := exchange.carried) is None:
+            if not exchange.done:
+                await self._exchange(exchange)
+            return
+        try:
             await carried
-        elif not exchange.done:
-            await self._exchange(exchange)
+        except BaseException:
+            self._interrupted = getattr(carried, "goes_on", False)
+            if not self._interrupted:
+                exchange.carry(None)
+            raise
+        exchange.carry(None)
 
     async def _exchange(self, exchange: Exchange) -> None:
         """Exchange the moves of a fragment; the model does not change yet."""

@@ -472,6 +472,7 @@ class UpdateSync(Handle):
         return future
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        run(self.outer.resume())
         self._check_model()  # also where the loop calls parts of the model, which have no hook
         self._look_outside(optimizer)
         self._ranks.before_step()
@@ -576,6 +577,8 @@ class UpdateSync(Handle):
         assert module is not None
         if ddp is None:
             check_outside_ddp(module)
+        if not torch.compiler.is_compiling():
+            run(self.outer.resume())
         self._weights.reshard()
         if self.outer.optimizers:
             # Ranks are asked before the batch is seen, because SAM, and layers that initialise on
@@ -762,11 +765,13 @@ class UpdateSync(Handle):
 
     def shared(self) -> AbstractContextManager[None]:
         """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
+        run(self.outer.resume())
         return self._own.shared()
 
     def finish(self) -> None:
         """Exchange everything left and make replicas equal; all ranks call this, and may train on."""
         self._own.check("finish()")
+        run(self.outer.resume())
         self._ranks.finish()
         self._changes.remember()
         self._differs = False
@@ -940,15 +945,23 @@ class _Carried(Operation):
 
     This is not a coroutine, because Python warns about a coroutine that is never awaited, as when the
     process ends before the exchange has landed.
+
+    Attributes:
+        goes_on: whether something else than the exchange has ended the last wait, e.g. Ctrl-C.
     """
 
     def __init__(self, future: Future[float], carrier: Carrier) -> None:
-        self._future, self._carrier = future, carrier
+        self._future, self._carrier, self.goes_on = future, carrier, False
 
     def wait(self) -> None:
         """Block until the exchange has ended; book its duration and the duration of this wait."""
-        begin = time.perf_counter()
-        busy = self._future.result()
+        begin, future = time.perf_counter(), self._future
+        try:
+            busy = future.result()
+        except BaseException as error:
+            own = future.done() and (future.cancelled() or future.exception() is error)
+            self.goes_on = not own
+            raise
         self._carrier.book(busy, time.perf_counter() - begin)
         self.done = True
 

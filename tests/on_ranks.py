@@ -49,6 +49,7 @@ class Together:
         self.module, self.folders = request.module.__name__, folders
         self.calls: dict[Start, list[Call]] = {}
         self.errors: dict[Start, str] = {}
+        self.skipped: dict[Start, dict[int, str]] = {}
         for item in request.session.items:
             function = getattr(item, "function", None)
             if getattr(item, "module", None) is request.module and hasattr(function, "start"):
@@ -61,18 +62,21 @@ class Together:
         if start not in self.errors:
             folder, (ranks, mpi) = str(self.folders.mktemp("ranks")), start
             try:
-                launch(play, ranks, self.module, calls, folder, timeout=TIMEOUT, mpi=mpi)
-                self.errors[start] = ""
+                skipped = launch(play, ranks, self.module, calls, folder, timeout=TIMEOUT, mpi=mpi)
+                self.errors[start], self.skipped[start] = "", skipped
             except RankError as error:
                 self.errors[start] = str(error)
         if error := self.errors[start]:
             failed = min(map(int, re.findall(r"RuntimeError: test (\d+) of", error)), default=0)
             own = calls.index(call)
             assert own < failed, error if own == failed else f"not run: {calls[failed]} failed"
+        elif reason := self.skipped[start].get(calls.index(call)):
+            pytest.skip(reason)
 
 
-def play(module: str, calls: list[Call], folder: str) -> None:
-    """Run tests on this rank."""
+def play(module: str, calls: list[Call], folder: str) -> dict[int, str]:
+    """Run tests on this rank; return the reasons of those that skip themselves, as all ranks do."""
+    skipped = {}
     for number, (name, given) in enumerate(calls):
         body = getattr(importlib.import_module(module), name).body
         if "folder" in inspect.signature(body).parameters:
@@ -81,8 +85,11 @@ def play(module: str, calls: list[Call], folder: str) -> None:
             given = {**given, "folder": own}
         try:
             body(**given)
+        except pytest.skip.Exception as reason:
+            skipped[number] = str(reason)
         except Exception as error:
             raise RuntimeError(f"test {number} of this file, {name}({given}), failed") from error
+    return skipped
 
 
 @pytest.fixture(scope="module")

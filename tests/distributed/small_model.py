@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
+from sparsync.gradients.shards import AVERAGES_ON_CPU
 from sparsync.units import local_of
 from sparsync.updates import OuterStep
 from tests import attaching
 from tests.on_ranks import gathered, same_everywhere
+
+
+def fully_shard(module: Any, **options: Any) -> Any:
+    """Call FSDP2; skip the test where ``attach`` refuses it."""
+    if torch.__version__ < AVERAGES_ON_CPU:
+        pytest.skip(f"FSDP2 averages on the CPU since torch {AVERAGES_ON_CPU}")
+    return fsdp.fully_shard(module, **options)
 
 
 def model(seed: int = 0) -> torch.nn.Sequential:

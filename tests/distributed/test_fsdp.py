@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +21,7 @@ from sparsync.updates import AdaptivePeriod
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
 from . import small_model
-from .small_model import all_refuse_what_is_not_finite, flat, flat_gradient, whole
+from .small_model import all_refuse_what_is_not_finite, flat, flat_gradient, fully_shard, whole
 
 
 class Net(torch.nn.Module):

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from sparsync import ConfigurationError, Correction, Sentinel
 from sparsync.collectives import quantised
@@ -26,6 +25,7 @@ from .small_model import (
     backward,
     ddp_model,
     flat,
+    fully_shard,
     model,
     residuals,
     resumes_exactly,

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -31,6 +30,7 @@ from .small_model import (
     attached,
     batch,
     flat,
+    fully_shard,
     local_flat,
     local_shared,
     nan_on_one_rank_brings_all_back,

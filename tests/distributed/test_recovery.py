@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +22,17 @@ from sparsync.fields import sealed
 from sparsync.updates import OuterAverager
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
-from .small_model import attach, attached, backward, batch, ddp_model, flat, model, train
+from .small_model import (
+    attach,
+    attached,
+    backward,
+    batch,
+    ddp_model,
+    flat,
+    fully_shard,
+    model,
+    train,
+)
 from .test_update_checkpoints import net_of
 
 # ---- overflows ------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import sparsync
 from sparsync import ConfigurationError
@@ -20,7 +19,7 @@ from sparsync.updates import AdaptivePeriod, OuterStep
 from tests.attaching import ONE_BIT
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
-from .small_model import backward, ddp_model, flat, model
+from .small_model import backward, ddp_model, flat, fully_shard, model
 
 SETTINGS = {
     # measured noise, in exchanges that are applied late

@@ -28,8 +28,9 @@ KNOWN = {
     "Adagrad": (lambda p: torch.optim.Adagrad(p, RATE, weight_decay=DECAY), False),
     "Adadelta": (lambda p: torch.optim.Adadelta(p, RATE), False),
     "Adafactor": (lambda p: torch.optim.Adafactor(p, RATE, weight_decay=DECAY), True),
-    "Muon": (lambda p: torch.optim.Muon(p, RATE, weight_decay=DECAY), True),
 }
+if hasattr(torch.optim, "Muon"):  # torch 2.9 has the first one
+    KNOWN["Muon"] = (lambda p: torch.optim.Muon(p, RATE, weight_decay=DECAY), True)
 
 
 def stepped(optimizer, steps=3):

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +57,15 @@ def load():
     """Import the backend, or skip all tests."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton: pip install 'sparsync[triton]'", allow_module_level=True)
+    old = (
+        metadata.version("triton").startswith("3.3.")
+        and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+    )
+    if DEVICE == "cpu" and old:
+        # it makes an int of an array with one element, which NumPy no longer does
+        pytest.skip(
+            "Triton 3.3 (of torch 2.7) interprets with NumPy < 2.4", allow_module_level=True
+        )
     with interpreting():
         module = importlib.import_module("sparsync.kernels.triton")
     if DEVICE == "cpu" and type(module._positions).__name__ != "InterpretedFunction":

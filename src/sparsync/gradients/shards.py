@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable_state import _get_module_state
@@ -22,10 +23,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.units import Piece
 
-__all__ = ["Fsdp", "Shard", "aligned", "elements_of", "keys_of", "ranks_of", "shards_of"]
+__all__ = [
+    "AVERAGES_ON_CPU",
+    "Fsdp",
+    "Shard",
+    "aligned",
+    "elements_of",
+    "keys_of",
+    "ranks_of",
+    "shards_of",
+]
+
+AVERAGES_ON_CPU = "2.9"  # the first version of torch whose FSDP2 averages gradients over gloo
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +189,15 @@ class Fsdp:
         self._group_of: dict[Tensor, Any] = {
             kept.sharded_param: group for group in self._groups for kept in group.fsdp_params
         }
+        # asked to average, gloo adds up instead, without an error, as FSDP2 alone does there (measured)
+        sums = any(
+            sharded.device.type == "cpu" and len(_ranks(sharded)) > 1 for sharded in self._group_of
+        )
+        require(
+            not sums or torch.__version__ >= AVERAGES_ON_CPU,
+            f"FSDP2 of torch {torch.__version__} adds up the gradients of CPU tensors where it should "
+            f"average them; train on GPUs, or with torch {AVERAGES_ON_CPU} or newer",
+        )
 
     def manages(self, parameter: Tensor) -> bool:
         """Return whether FSDP2 manages a parameter."""

@@ -44,7 +44,8 @@ SETTINGS: dict[
     "alone": {},  # not attached
 }
 SCRIPTS = ("test_ops", "test_script", "test_sync")  # of Accelerate
-DEADLINE, WAITS = 120.0, 40.0  # seconds: of a test on all ranks; of a message
+# seconds: of a test on all ranks, some of which compile beside other tests; of a message
+DEADLINE, WAITS = 240.0, 40.0
 CPU = torch.device("cpu")
 Body = Callable[[int], object]  # of a rank
 

@@ -103,6 +103,8 @@ def test_resuming_is_exact(kind, exchange, how, folder):
 )
 def test_other_ranks_and_shards_get_what_load_gives_them(before, after, exchange, folder):
     kind, ranks = before
+    if ranks < 4 and torch.__version__ < "2.9":
+        pytest.skip("torch 2.9 is the first whose dcp.save takes a group without rank 0")
     net, optimizer, sync = attached(kind, exchange, ranks)
     own = str(dist.get_rank() // ranks)
     with sync:

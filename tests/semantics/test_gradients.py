@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -401,6 +402,8 @@ def test_float16_does_not_overflow(column):
     "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
 )
 def test_complex(column):
+    if torch.__version__ < "2.9":  # DDP raises an error of its own
+        pytest.skip("torch 2.9 is the first whose DDP broadcasts complex parameters over gloo")
     net = network()
     net.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     with refused("'turn' is torch.complex64", *(["view_as_real"] * (column != "UpdateSpace"))):

@@ -79,7 +79,7 @@ def _check_given(scaler: Any, optimizer: Any) -> None:
     another = "that attach was not given" if given is None else "other than the one given to attach"
     require(
         given is scaler,
-        f"the gradients are scaled by a {type(scaler).__name__} {another}, so what was not sent yet "
-        "would keep its old scale whenever the scale changes; give it, as in attach(..., "
+        f"the gradients are scaled by a {type(scaler).__name__} {another}, so gradients not sent yet "
+        "would keep their old scale whenever it changes; give it, as in attach(..., "
         "monitoring=sparsync.Monitoring(scaler=scaler))",
     )

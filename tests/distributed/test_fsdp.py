@@ -16,6 +16,7 @@ import sparsync
 from sparsync import Correction
 from sparsync.algorithm import default_density
 from sparsync.errors import ConfigurationError, PeerError
+from sparsync.gradients import shards
 from sparsync.units import local_of
 from sparsync.updates import AdaptivePeriod
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -609,3 +610,13 @@ def test_nan_in_updates_of_one_shard_brings_all_back():
         net, optimizer, sync, backward, net.table.weight, rank=1
     )
     sync.close()
+
+
+@on_ranks(4)
+def test_a_torch_that_adds_up_instead_of_averaging_is_refused():
+    mesh = grid()
+    with pytest.MonkeyPatch.context() as later:
+        later.setattr(shards, "AVERAGES_ON_CPU", "99")  # any torch is then as old as 2.8
+        with refused("adds up the gradients of CPU tensors", "torch 99 or newer"):
+            attach(sharded(mesh), mesh)
+        attach(sharded(grid(replicas=4, shards=1)), grid(replicas=4, shards=1)).close()

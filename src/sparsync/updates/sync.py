@@ -785,7 +785,7 @@ class UpdateSync(Handle):
         self._weights.reshard()
         if self.outer.differs():
             say(
-                "closed without finish(), so replicas differ by what ranks had not exchanged yet; to "
+                "closed without finish(), so replicas differ by the updates not exchanged yet; to "
                 "make them equal, call finish() on all ranks before close()"
             )
 
@@ -947,7 +947,7 @@ class _Carried(Operation):
     process ends before the exchange has landed.
 
     Attributes:
-        goes_on: whether something else than the exchange has ended the last wait, e.g. Ctrl-C.
+        goes_on: whether something other than the exchange has ended the last wait, e.g. Ctrl-C.
     """
 
     def __init__(self, future: Future[float], carrier: Carrier) -> None:

@@ -6,6 +6,7 @@ Modules are read, not imported: those for MPI or Triton have pages without MPI o
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 from types import MappingProxyType
 
@@ -60,6 +61,11 @@ def _groups() -> dict[str, list[str]]:
 
 def defined(path: Path) -> list[str]:
     """Return a module's public names that are its own, and not passed on from another."""
+    return list(_defined(path, path.stat().st_mtime_ns))
+
+
+@functools.cache
+def _defined(path: Path, changed: int) -> tuple[str, ...]:  # `mkdocs serve` builds changed files again
     own: set[str] = set()
     public: list[str] = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -71,16 +77,17 @@ def defined(path: Path) -> list[str]:
             own.update(names)
             if names == ["__all__"] and node.value is not None:
                 public = ast.literal_eval(node.value)
-    return [name for name in public if name in own]
+    return tuple(name for name in public if name in own)
 
 
 def _index(groups: dict[str, list[str]]) -> str:
     """Return the page of the names that ``import sparsync`` gives."""
-    homes = {name: home for home, path in modules().items() for name in defined(path)}
+    known = modules()
+    homes = {name: home for home, path in known.items() for name in defined(path)}
     rows = [table_row("name", "defined in"), table_row("---", "---")]
     for name in sparsync.__all__:
         home = getattr(getattr(sparsync, name), "__module__", homes.get(name))
-        home = homes[name] if home not in modules() else home  # a constant's is that of its type
+        home = homes[name] if home not in known else home  # a constant's is that of its type
         rows.append(table_row(f"[`sparsync.{name}`][{home}.{name}]", f"`{home}`"))
     parts = [f"- [{_title(name)}]({name}.md): {_about(name)}" for name in groups]
     return "\n".join(
@@ -111,9 +118,9 @@ def _about(name: str) -> str:
 
 
 def _page(name: str, members: list[str]) -> str:
-    blocks = [f"# {_title(name)}"]
+    known, blocks = modules(), [f"# {_title(name)}"]
     for module in members:
-        shown = defined(modules()[module])
+        shown = defined(known[module])
         listed = f"[{', '.join(shown)}]" if shown else "false"
         options = f"    options:\n      members: {listed}"
         if module in ROOMS and module.startswith("sparsync.published."):  # its page shows it

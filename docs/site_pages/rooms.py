@@ -130,15 +130,16 @@ def _with_code(text: str) -> str:
 
 def _linked_names(text: str) -> str:
     """Link the modules, classes and functions that are named in full to the API."""
+    modules = reference.modules()
     shown = {
         f"{module}.{name}": module
-        for module, path in reference.modules().items()
+        for module, path in modules.items()
         for name in reference.defined(path)
     }
 
     def link(name: re.Match[str]) -> str:
         module, _, attribute = name[1].rpartition(".")
-        if name[1] in reference.modules():
+        if name[1] in modules:
             return f"[{name[0]}][{name[1]}]"
         found = getattr(importlib.import_module(module), attribute)
         home = f"{getattr(found, '__module__', module)}.{attribute}"

@@ -189,7 +189,7 @@ def attach(
         algorithm = None
         if isinstance(model, DistributedDataParallel):
             from sparsync.dense_or_updates import measured_choice
-            from sparsync.updates.sync import make_outer
+            from sparsync.updates.attach import make_outer
 
             made = measured_choice(model, make_outer(None, density, given, model), carried)
             decided = why = made.why
@@ -198,7 +198,7 @@ def attach(
                 why += "; plain DDP does the same without attach"
     outer = None
     if chosen == "updates":
-        from sparsync.updates.sync import attach_updates, make_outer, said_of_size
+        from sparsync.updates.attach import attach_updates, make_outer, said_of_size
 
         check_stepped(optimizer)
         outer = make_outer(algorithm, density, given, model)

@@ -11,7 +11,7 @@ import sparsync.gradients.ddp
 import sparsync.gradients.replicas
 import sparsync.testing
 import sparsync.transports.zmq
-import sparsync.updates.sync  # noqa: F401
+import sparsync.updates.attach  # noqa: F401
 import tests.distributed.fault_programs
 import tests.on_ranks  # noqa: F401
 

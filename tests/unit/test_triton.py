@@ -380,6 +380,8 @@ def test_sums_and_differences_of_messages_equal_the_specification(width, block, 
             message, *less = (
                 codes_of(rows[(at + i) % len(rows)], width, block) for i in range(1 + count)
             )
+            # all ways for the first values, and one for each of the others: the interpreter is slow
+            ways = slice(None) if at == 0 else slice(at % 3, at % 3 + 1)
             # all elements, and a run that starts at a block
             for start in {0, n // block * block}:
                 into, plus = x[start:].flip(0), rows[0][start:]
@@ -387,13 +389,13 @@ def test_sums_and_differences_of_messages_equal_the_specification(width, block, 
                     (True, -1.0, plus),
                     (True, -3.0, None),
                     (False, 3.0, None),
-                ):
+                )[ways]:
                     mine, expected = into.clone(), into.clone()
                     given = start, less, divisor
                     message.add_difference_(mine, *given, keep=keep, plus=more)
                     plainly(message.add_difference_, expected, *given, keep=keep, plus=more)
                     identical(mine, expected)
-                for own in ((), (plus,), (plus, into)):
+                for own in ((), (plus,), (plus, into))[ways]:
                     mine, expected = torch.ones_like(into), torch.ones_like(into)
                     message.sum_to_(mine, [message, *less], start, *own)
                     own = [one.clone() for one in own]

@@ -23,61 +23,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.accepted_optimizers import held_by
-from sparsync.algorithm import LARGE, Algorithm, default_bits
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
 from sparsync.exclusive import Guard, check_outside_ddp, exchanged_updates
 from sparsync.feedback.changes import begin_together
 from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
-from sparsync.feedback.step import Proposal
-from sparsync.fields import (
-    Common,
-    Exactly,
-    Fields,
-    Kind,
-    check_saved,
-    common_facts,
-    opened,
-    sealed,
-)
-from sparsync.gradients.ddp import check_ddp
-from sparsync.gradients.hierarchy import Node
+from sparsync.fields import Common, Exactly, Fields, Kind, check_saved, common_facts, opened, sealed
 from sparsync.gradients.sentinel import check_replicas
-from sparsync.handle import (
-    CommHook,
-    Handle,
-    Hook,
-    Presence,
-    call_after_backward,
-    make_engine,
-    weakly,
-)
-from sparsync.options import Compression, Options
-from sparsync.transports.agree import (
-    agree,
-    check_equal_parameters,
-    digest,
-    on_all_or_none,
-)
+from sparsync.handle import CommHook, Handle, Hook, Presence, call_after_backward, weakly
+from sparsync.options import Options
+from sparsync.transports.agree import digest, on_all_or_none
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, Operation, run
 from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
-from sparsync.units import (
-    check_same_parameters,
-    kinds_of,
-    local_of,
-    output_parameters,
-    substituted,
-    training,
-)
-from sparsync.updates.family import OUTER_SETTINGS
+from sparsync.units import check_same_parameters, kinds_of, local_of, substituted, training
 from sparsync.updates.fragments import Begin
-from sparsync.updates.gradient_noise import correct, noise_of
-from sparsync.updates.offload import offloaded
-from sparsync.updates.outer_engine import OuterEngine, alone
-from sparsync.updates.outer_step import OuterStep
+from sparsync.updates.gradient_noise import correct
+from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.rank_state import (
     SCALER_KIND,
     is_broken,
@@ -88,7 +51,7 @@ from sparsync.updates.rank_state import (
 )
 from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.stepping import follow
-from sparsync.updates.weights import ModelWeights, OwnWeights, trained_of
+from sparsync.updates.weights import OwnWeights
 
 _ADVISED = 30  # steps whose mean duration is considered reliable
 _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
@@ -98,189 +61,9 @@ _AGREEING = 0.5
 # steps or passes without an exchange that are too many to be meant, as those of a GAN's other player
 _IDLE = 100
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
-_EVERYTHING = slice(0, None)
-_DIVIDED = (
-    "contribute() is for replicas of one rank, and this one is divided (a node, or shards); "
-    "weigh the loss inside the replica, and let replicas see equally much"
-)
 _CURE = "load a state that this handle's state_dict() returned, into the same set-up"
 
-__all__ = [
-    "Carrier",
-    "UpdateRanks",
-    "UpdateSync",
-    "attach_updates",
-    "make_outer",
-    "said_of_size",
-]
-
-
-def make_outer(
-    algorithm: str | Algorithm | OuterStep | None,
-    density: Any,
-    compression: Compression,
-    model: nn.Module,
-) -> OuterStep:
-    """Return the outer step that matches the arguments of ``attach``."""
-    named = isinstance(algorithm, str) and algorithm in OUTER_SETTINGS
-    whole = algorithm is None or isinstance(algorithm, OuterStep) or named
-    if density is not None and whole:
-        raise ConfigurationError(
-            f"density is {density!r}, but algorithm= determines how updates are exchanged, by "
-            "default all of them in a few bits each; omit density=, or name an algorithm that "
-            "selects entries, as "
-            "algorithm='allgather', or exchange='gradients'"
-        )
-    if isinstance(algorithm, OuterStep):
-        outer = algorithm
-    elif algorithm is None or named:
-        outer = OuterStep(**OUTER_SETTINGS[str(algorithm or "updates")])
-    else:
-        given = {} if density is None else {"density": density}
-        outer = OuterStep(algorithm=algorithm, residual="weights", **given)
-    if compression.warmup_densities or not compression.overlap:
-        raise ConfigurationError(
-            "Compression(warmup_densities=..., overlap=False) are for gradients; for updates give "
-            "warmup_steps, over which the period grows"
-        )
-    ddp = model if isinstance(model, DistributedDataParallel) else None
-    trained = trained_of(model) if ddp is None else trained_of(ddp.module, ddp.parameters_to_ignore)
-    outer = outer.for_size(sum(parameter.numel() for parameter in trained.values()))
-    return outer.adapted(compression.compress, compression.unit_bytes, compression.warmup_steps)
-
-
-def said_of_size(algorithm: str | Algorithm | OuterStep | None, outer: OuterStep) -> str:
-    """Return a phrase on the bits that ``make_outer`` chose because the model is small, or ""."""
-    by_size = algorithm in (None, "updates") or getattr(algorithm, "algorithm", "") is None
-    bits: Any = dict(outer.chosen.options).get("bits")
-    if not by_size or (bits == default_bits(LARGE) and outer.first_period > 1):
-        return ""
-    often = "on every step" if outer.first_period == 1 else f"every {outer.first_period} steps"
-    return (
-        f"{bits} bits per weight {often}, because in a model this small "
-        "rounding costs more than bytes (algorithm= decides otherwise)"
-    )
-
-
-def attach_updates(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    outer: OuterStep,
-    options: Options,
-    replicate: Any = None,
-    *,
-    advises: bool = False,
-) -> UpdateSync:
-    """Exchange updates; see ``attach``.  With ``advises``, tell the user if plain DDP would be faster."""
-    ddp = model if isinstance(model, DistributedDataParallel) else None
-    if ddp is not None:
-        check_ddp(ddp)
-    if options.transport.hierarchy is not None and (ddp is None or replicate is not None):
-        raise ConfigurationError(
-            "Transport(hierarchy=...) is for DDP, whose gradients it averages inside a node; wrap the "
-            "module in DistributedDataParallel and omit replicate=, or omit hierarchy="
-        )
-    module: nn.Module = model if ddp is None else ddp.module
-    ignored = set() if ddp is None else ddp.parameters_to_ignore
-    trained = trained_of(module, ignored)
-    group = None if ddp is None else ddp.process_group
-    groups = Groups(options.transport.world or group, **options.transport.waits)
-    try:
-        # Creating groups is collective, so all ranks use one order: node, parts, replicas.
-        pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
-        if replicate is None:
-            ranks = dist.get_process_group_ranks(groups.world or dist.group.WORLD)
-            if options.transport.hierarchy is not None:
-                node = Node(options, ranks, groups)
-                ranks, consensus = node.peers, node.consensus
-        else:
-            pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
-        noise = noise_of(optimizers if outer.noise_correction else (), trained)
-        weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
-        output = output_parameters(module) if outer.chosen.output else ()
-        # Inside a node, a rank plans the runs of parameters that it exchanges, but the user's
-        # ``compress`` is still asked about the parameters themselves.
-        parameters: Mapping[str, Tensor] = trained
-        if node is not None:
-            parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
-            if (compress := outer.chosen.compress) is not None:
-                outer = outer.adapted(lambda name, _run: compress(name, trained[name]))
-        layout = outer.plan(weights.read(_EVERYTHING), parameters, output, kinds, weights.rest)
-        if consensus is not None and consensus.parts.world_size > 1:
-            facts = {**outer.described(), "fragments of each part": len(layout.fragments)}
-            run(agree(consensus.parts, facts))
-        offload = offloaded(options.compression.offload, outer, layout, weights, optimizers)
-        reducer = options.reducer(
-            groups.make(ranks),
-            layout.units,
-            consensus or Proposal.broken,
-            on_host=offload.residual,
-            outer=outer.described(),
-            advises=advises,
-            rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
-            ranks_of_a_node=1 if node is None else node.comm.world_size,
-            stepped_parameters=held_by(optimizers, trained),
-            buffers_that_hold_nan_or_inf=sorted(weights.left_out),
-        )
-    except BaseException:
-        groups.close()
-        raise
-    try:
-        # a replica of several ranks would have to agree on one count before it is weighed
-        several = consensus is not None and consensus.parts.world_size > 1
-        countable = node is None and not several
-        carrier = Carrier(make_engine(reducer, groups, consensus), weights.device)
-        running = OuterEngine(
-            outer,
-            layout,
-            reducer,
-            weights,
-            optimizers=optimizers,
-            carry=carrier.carry,
-            on_any_part=consensus.on_any if consensus and several else alone,
-            weighs=None if countable else False,
-            ledgers=[] if consensus is None else [consensus.parts.ledger],
-            on_host=offload.shared,
-        )
-        sync = UpdateSync(
-            module,
-            OwnWeights(weights, running),
-            carrier,
-            _AllRanks(running),
-            groups,
-            options,
-            consensus,
-            pieces,
-            advises=advises,
-            unweighed="" if countable else _DIVIDED,
-        )
-    except BaseException:
-        groups.close()
-        raise
-    # the handle owns thread and groups from here on, so an error on this rank must close the handle
-    try:
-        # ranks of a node must start equal as well: they average gradients, not weights
-        named = [(name, local_of(parameter)) for name, parameter in trained.items()]
-        for comm in sync.communicators if node is not None else [reducer.comm]:
-            run(check_equal_parameters(comm, named))
-        sync.watch(ddp)
-    except BaseException:
-        sync.close()
-        raise
-    return sync
-
-
-def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) -> Any:
-    """Return the split of this replica over ranks: pieces, kinds by name, replica ranks, consensus."""
-    from sparsync.gradients.consensus import PartsConsensus  # DTensor takes 0.4 s to import
-    from sparsync.gradients.shards import Fsdp, ranks_of, shards_of
-
-    ranks = ranks_of(replicate)
-    shards = shards_of(module, ranks)
-    Fsdp(module).check_covers(shards)
-    pieces = {p.name: p.piece for p in shards if p.piece is not None}
-    kinds = {p.name: p.kind for p in shards}
-    return pieces, kinds, ranks, PartsConsensus(options.parts(ranks, groups))
+__all__ = ["AllRanks", "Carrier", "UpdateRanks", "UpdateSync"]
 
 
 class UpdateRanks(ABC):
@@ -314,7 +97,7 @@ class UpdateRanks(ABC):
 
 
 @final
-class _AllRanks(UpdateRanks):
+class AllRanks(UpdateRanks):
     """The ranks that have called ``attach`` together."""
 
     def __init__(self, outer: OuterEngine) -> None:

@@ -78,7 +78,8 @@ def train_updates(
         optimizers = _several(make_optimizer(model))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         given = given.for_size(sum(p.numel() for p in trained.values()))
-        noise = noise_of(optimizers if given.noise_correction else (), trained)
+        corrected = optimizers if given.noise_correction else ()
+        noise = noise_of(corrected, trained, model, given.measured_columns)
         weights = ModelWeights(model, trained, True, noise=noise)
         layout = given.plan(weights.read(slice(0, None)), trained, rest=weights.rest)
         reducer = Reducer(comm, layout.units, await given.chosen.on(comm), given.density)

@@ -65,7 +65,9 @@ def defined(path: Path) -> list[str]:
 
 
 @functools.cache
-def _defined(path: Path, changed: int) -> tuple[str, ...]:  # `mkdocs serve` builds changed files again
+def _defined(
+    path: Path, changed: int
+) -> tuple[str, ...]:  # `mkdocs serve` builds changed files again
     own: set[str] = set()
     public: list[str] = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -292,7 +292,8 @@ class Options:
             return
         part = sum(unit.size for unit in units if unit.dense) / sum(unit.size for unit in units)
         own = PRESETS.get(name)
-        option = "compress_thd=, or " if own and "compress_thd" in own.options else ""
+        known = own is not None and "compress_thd" in own.options
+        option = f"sparsync.presets.resolve({name!r}, compress_thd=0), or " if known else ""
         tell(
             f"{name}: layers that are too small to compress are {100 * part:.2g} % of the "
             f"gradient and {100 * share:.0f} % of the bytes of a step, because they travel dense "

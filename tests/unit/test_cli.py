@@ -75,7 +75,10 @@ BAD_INPUT = {
         (["--algorithm", "fp16:bits=7"], "fp16 has no option bits; it has none"),
         (["--elastic", "--algorithm", "D-PSGD"], "dpsgd averages models"),
         (["--elastic", "--algorithm", "dense,budgeted"], "--elastic trains by one algorithm"),
-        (["--algorithm", "dense,local", "--target-step", "9"], "no rank could run ahead in local"),
+        (
+            ["--algorithm", "dense,local", "--target-step", "9"],
+            "leave it out for local, and compare the losses",
+        ),
         (["--json", "."], "cannot write to '.'"),
         (["--json", "-"], "'-' is not a file"),
         (["--plot", "loss.txt"], "cannot draw 'loss.txt'"),

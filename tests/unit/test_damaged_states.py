@@ -49,7 +49,7 @@ def wrongs(value: Any) -> Iterator[tuple[str, Any]]:
         yield "another size", torch.cat([value.flatten(), value.flatten()[:1]])
         yield "another dtype", value.to(torch.float16)
         yield "no memory", value.to("meta")
-        if value.is_floating_point():
+        if value.is_floating_point() and value.numel():
             for number in (torch.nan, torch.inf):
                 broken = value.clone()
                 broken.view(-1)[-1:] = number

@@ -81,7 +81,9 @@ def test_the_user_is_told_where_small_layers_send_most_bytes(sizes, ranks, densi
     assert bool(said) == (share > 0.5)
     if said:
         assert said[0].startswith("redsync: layers that are too small to compress are 2 % of the")
-        assert "83 % of the bytes" in said[0] and "(compress_thd=, or " in said[0]
+        assert (
+            "83 % of the bytes" in said[0] and "resolve('redsync', compress_thd=0), or " in said[0]
+        )
     own = replace(
         options, compression=Compression(compress=rule)
     )  # another function: the user's own

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sparsync.transports.sim import simulate
-from sparsync.updates import gradient_noise
-from sparsync.updates.gradient_noise import GradientNoise, correct, with_moments
+from sparsync.updates import OuterStep, gradient_noise
+from sparsync.updates.gradient_noise import GradientNoise, correct, noise_of, with_moments
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 STEPS = 5
@@ -42,6 +42,53 @@ def test_a_corrected_step_is_that_of_the_averages_second_moment(share, options):
     root = (state["exp_avg_sq"] / (1 - 0.99**STEPS) * kept).sqrt() + 1e-8
     expected = before * (1 - 0.1 * options.get("weight_decay", 0)) - 0.1 * mean / root
     torch.testing.assert_close(parameter.detach(), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}])
+def test_the_step_of_each_row_has_its_own_length(options):
+    parameter, optimizer, before = trained(**options)
+    ((_, state, _),) = with_moments(optimizer)
+    correct(optimizer, {parameter: torch.tensor([[0.1], [0.6], [1.0]])}, 4)
+    mean = state["exp_avg"] / (1 - 0.9**STEPS)
+    kept = torch.tensor([[0.25], [0.6], [1.0]], dtype=torch.float64)
+    root = (state["exp_avg_sq"] / (1 - 0.99**STEPS) * kept).sqrt() + 1e-8
+    expected = before * (1 - 0.1 * options.get("weight_decay", 0)) - 0.1 * mean / root
+    torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_rows_of_filters_are_lengthened_like_those_of_a_matrix():
+    ends = []
+    for shape, kept in (
+        ((6, 4, 2, 2), torch.contiguous_format),
+        ((6, 4, 2, 2), torch.channels_last),
+        ((6, 16), torch.contiguous_format),
+    ):
+        start = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
+        parameter = torch.nn.Parameter(start.reshape(shape).contiguous(memory_format=kept))
+        optimizer = torch.optim.AdamW([parameter], **GROUP)
+        parameter.grad = 2 * parameter.detach()
+        optimizer.step()
+        correct(optimizer, {parameter: torch.linspace(0.3, 1, 6)[:, None]}, 4)
+        ends.append(parameter.detach().reshape(6, 16))
+    assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[2])
+
+
+def test_embeddings_and_matrices_with_long_rows_are_measured_by_rows():
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(7, 4),
+        torch.nn.Linear(4, 300),
+        torch.nn.Linear(300, 4),
+        torch.nn.Conv2d(30, 5, 3),
+    )
+    trained, columns = dict(model.named_parameters()), OuterStep().measured_columns
+    assert columns == 800  # at 1 %, a row of 800 sends 8 pairs of 64 bits
+    optimizer = torch.optim.AdamW(model.parameters())
+    two_bits = OuterStep(algorithm=None).for_size(10**7).measured_columns
+    rows = 7 + 4 + 5
+    for given, expected in ((two_bits, rows), (columns, 7), (4, rows + 300)):
+        noise = noise_of([optimizer], trained, model, given)
+        assert noise.values.numel() == 66 * 7 + 2 * expected
+    assert noise_of([optimizer], trained).values.numel() == 66 * 7
 
 
 def test_a_rate_of_zero_and_elements_without_gradients_move_nothing():
@@ -89,13 +136,14 @@ def test_other_moments_are_left_alone():
         assert not list(with_moments(optimizer))
 
 
-def measured(gradients, exchanges, ranks=4):
+def measured(gradients, exchanges, ranks=4, by_rows=()):
     """Return each rank's shares after exchanges of samples; ``gradients(rank, at)`` maps names."""
 
     async def program(comm):
         names = gradients(0, 0)
         parameters = {name: torch.nn.Parameter(g.clone()) for name, g in names.items()}
-        noise = GradientNoise(dict.fromkeys(parameters.values(), 0.99))
+        rows = [parameters[name] for name in by_rows]
+        noise = GradientNoise(dict.fromkeys(parameters.values(), 0.99), by_rows=rows)
         for at in range(exchanges):
             for name, gradient in gradients(comm.rank, at).items():
                 parameters[name].grad = gradient
@@ -133,6 +181,33 @@ def test_the_share_is_what_averaging_leaves_of_the_squares():
     assert all(theirs == shares for theirs, _ in others)
 
 
+def test_rows_of_an_embedding_have_shares_of_their_own():
+    """A rare token's gradients are on one rank at a time, and a common one's on all."""
+
+    def gradients(rank, at):
+        draw = torch.Generator().manual_seed(100 * at + rank)
+        table = torch.randn(5, 64, generator=draw)
+        table[0] *= at % 4 == rank  # rare
+        table[1] = 1.0  # common
+        table[3] = 0.0  # never seen
+        if rank == 2 and at == 7:
+            table[4, 0] = torch.inf
+        return {"b": torch.ones(3), "table": table, "other": table[:2].clone()}
+
+    (shares, state), *others = measured(gradients, 60, by_rows=["table", "other"])
+    table = shares[1].flatten().tolist()
+    assert shares[1].shape == (5, 1) and shares[0] == 1.0
+    assert table[0] == pytest.approx(1 / 4, rel=1e-2)
+    assert table[1] == table[3] == 1.0
+    assert table[2] == pytest.approx(1 / 4, rel=0.5) and table[4] < 0.5
+    assert shares[2].flatten().tolist()[0] == pytest.approx(1 / 4, rel=1e-2)
+    assert all(torch.equal(theirs[1], shares[1]) for theirs, _ in others)
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3,), (5, 64), (2, 64))]
+    resumed = GradientNoise(dict.fromkeys(parameters, 0.99), by_rows=parameters[1:])
+    resumed.load_state_dict(state)
+    assert torch.equal(resumed.shares[parameters[1]], shares[1])
+
+
 def test_a_rank_with_infinite_gradients_takes_no_part_in_a_measurement():
     def gradients(rank, at):
         infinite = rank == 2 and at == 1
@@ -152,7 +227,7 @@ def test_measurements_go_on_from_a_saved_state():
             assert second.shares == first.shares != {}
         parameters["a"].grad = torch.arange(300.0) + at
         noise.sample(at)
-        noise.values[:, :-1] *= 0.5 + 0.1 * at
+        noise.values *= 0.5 + 0.1 * at
         noise.measure()
     assert second.state_dict()["measured"] == 4 and 0 < second.shares[parameters["a"]] < 1
 

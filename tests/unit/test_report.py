@@ -145,10 +145,10 @@ def test_the_time_per_step_is_the_mean_and_the_median_is_labelled():
 @pytest.mark.parametrize(
     ("algorithm", "share", "said"),
     [
-        ("redsync", 0.934, "93 % of the bytes of redsync are of layers that it leaves uncompressed, "
+        ("redsync", 0.934, "redsync: 93 % of its bytes are of layers that it leaves uncompressed, "
                            "being small (compress_thd)"),
         ("redsync:thsd1=0,thsd2=1", 0.9, "being small (compress_thd)"),
-        ("sparcml", 0.6, "60 % of the bytes of sparcml are of layers that it leaves uncompressed"),
+        ("sparcml", 0.6, "sparcml: 60 % of its bytes are of layers that it leaves uncompressed"),
         ("redsync", 0.4, None),
     ],
 )  # fmt: skip

@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 _LONGEST = 30  # digits of a whole number
+_POWERS = {"k": "e3", "K": "e3", "M": "e6", "G": "e9", "B": "e9"}  # as models are counted
 
 T = TypeVar("T")
 
@@ -77,17 +78,18 @@ def option(text: str, default: str | bool = True) -> Any:
 
 
 def whole(text: str) -> int:
-    """Return a text such as ``7e9`` as a whole number.
+    """Return a text such as ``7e9`` or ``14.7M`` as a whole number.
 
     Example:
-        >>> whole("7e9"), whole("1_000"), whole("1.5e3")
-        (7000000000, 1000, 1500)
+        >>> whole("7e9"), whole("1_000"), whole("1.5k"), whole("7B")
+        (7000000000, 1000, 1500, 7000000000)
     """
     try:
         return int(text)
     except ValueError:
         with suppress(ArithmeticError):  # "nan", "1e999999999", or no number at all
-            found = Decimal(text)
+            power = _POWERS.get(text[-1:])
+            found = Decimal(text[:-1] + power if power else text)
             if found.adjusted() < _LONGEST and found == found.to_integral_value():
                 return int(found)
         raise BadParameter(f"{text!r} is not a whole number") from None

@@ -276,7 +276,7 @@ def progress(
             now = time.perf_counter()
             if printed and now - said >= _LINE_EVERY:
                 said, state = now, bar.tasks[task]
-                whole = "" if state.total is None else f" of {state.total:.0f}"
+                whole = " done" if state.total is None else f" of {state.total:.0f}"
                 done = f"{state.completed:.0f}{whole}{note and ', '}{note}"
                 console.print(f"{text}: {done} after {now - started:.0f} s", soft_wrap=True)
 

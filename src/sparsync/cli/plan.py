@@ -59,7 +59,10 @@ __all__ = [
 # as well
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
 # these options describe a machine; plans in other packages use them as well
-Network = Annotated[str | None, option("bandwidth,latency, e.g. 10gbit,20us.", "the machine's")]
+Network = Annotated[
+    str | None,
+    option("bandwidth,latency, e.g. 10gbit,20us, or alpha=20us,beta=3ns/word.", "the machine's"),
+]
 RoundTrip = Annotated[
     str | None, option("Round trip between ranks, e.g. 80ms, on top of the latency.")
 ]

@@ -82,7 +82,8 @@ def attach_elastic_updates(
                 "once and after equal numbers of steps; omit one of them"
             )
     group, trained = group_of(manager), trained_of(model)
-    noise = noise_of(optimizers if outer.noise_correction else (), trained)
+    corrected = optimizers if outer.noise_correction else ()
+    noise = noise_of(corrected, trained, model, outer.measured_columns)
     weights = ModelWeights(model, trained, buffers=True, noise=noise)
     output = output_parameters(model) if outer.chosen.output else ()
     layout = outer.plan(weights.read(_EVERYTHING), trained, output, rest=weights.rest)

@@ -118,7 +118,8 @@ def attach_updates(
                 ranks, consensus = node.peers, node.consensus
         else:
             pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
-        noise = noise_of(optimizers if outer.noise_correction else (), trained)
+        corrected = optimizers if outer.noise_correction else ()
+        noise = noise_of(corrected, trained, module, outer.measured_columns)
         weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
         output = output_parameters(module) if outer.chosen.output else ()
         # Inside a node, a rank plans the runs of parameters that it exchanges, but the user's

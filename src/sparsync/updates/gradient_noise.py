@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsync.errors import require
 from sparsync.fields import Common, Fields, Kind, Number, Values
@@ -69,6 +69,11 @@ class GradientNoise:
     for single ranks, where d is the lasting difference between a rank's gradients and the average, caused
     by its data.
 
+    The share differs from row to row of a matrix.  In an embedding, a rare token's row has gradients on
+    one rank at a time (share 1 / P), and a common one's on all of them.  So matrices are also measured
+    ``by_rows``, by one random sum per row; the rows with the largest gradients would otherwise decide
+    the length of all rows' steps.
+
     For optimizers whose step length does not depend on the gradient's (``step_length.lengthen``), steps
     are measured in the same way instead of gradients.
 
@@ -76,36 +81,55 @@ class GradientNoise:
         memory: Adam's second beta by parameter, in the same order on all ranks; of a shard, only the
             elements on this rank are measured.
         by_steps: the parameters whose steps are measured instead of gradients.
+        by_rows: the tensors each of whose rows (``t[i]``) has a share of its own.
 
     Attributes:
-        values: `[parameters, 66]`, float32: sums of gradients, the sum of their squares, and in every
-            second measurement the sum of products with the last sums; on the first parameter's device.
-        shares: by parameter, from 0 to 1; empty until the first measurement.
+        values: `[66 parameters + 2 rows]`, float32, on the first parameter's device: for each parameter
+            64 sums of gradients, the sum of their squares, and in every second measurement the sum of
+            products with the last sums; then the sums of rows, and their squares.
+        shares: by parameter, from 0 to 1; `[rows, 1]` if it is in ``by_rows``; empty until the first
+            measurement.
         steps: the last steps of the parameters in ``by_steps``.
 
-    Cost: 66 numbers per parameter and exchange, copied to the host once; one pass over the gradients.
+    Cost: 66 numbers per parameter and 2 per row in an exchange, copied to the host once; two passes over
+    the gradients.
     State: ``state_dict()``, equal on all ranks.
 
     References: McCandlish et al., `An Empirical Model of Large-Batch Training
     <https://arxiv.org/abs/1812.06162>`_, 2018, section 2.2: the noise scale, there over all parameters.
     """
 
-    def __init__(self, memory: Mapping[Tensor, float], by_steps: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        memory: Mapping[Tensor, float],
+        by_steps: Iterable[Tensor] = (),
+        by_rows: Collection[Tensor] = (),
+    ) -> None:
         self._parameters = list(memory)
+        self._rows, at = dict[Tensor, slice](), 0
+        for one in (one for one in memory if one in set(by_rows)):
+            self._rows[one] = slice(at, at := at + len(local_of(one)))
         self.steps = {one: torch.zeros_like(local_of(one.detach())) for one in by_steps}
         self._by_steps = torch.tensor([one in self.steps for one in memory], dtype=torch.bool)
         self._memory = torch.tensor(list(memory.values()), dtype=torch.float64)
         like = next(map(local_of, memory), torch.zeros(0))
         shape = len(self._parameters), _SIDE * _SIDE + 2
-        self.values = torch.zeros(shape, dtype=torch.float32, device=like.device)
-        self._last = torch.zeros_like(self.values)  # this rank's previous sums, with the same signs
+        table = math.prod(shape)
+        self.values = torch.zeros(table + 2 * at, dtype=torch.float32, device=like.device)
+        self._table, self._of_rows = (
+            self.values[:table].view(shape),
+            self.values[table:].view(2, -1),
+        )
+        self._last = torch.zeros_like(self._table)  # this rank's previous sums, with the same signs
         self._common = torch.zeros(len(self._parameters), _SIDE * _SIDE, dtype=torch.float64)
         # sums of squares: the lasting part common to all ranks, the lasting part particular to single
         # ranks, and all differences between ranks
         self._lasting, self._pairs = torch.zeros(3, dtype=torch.float64), 0
         # for each parameter, the squares of the average, and the mean of the single ranks' squares
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
-        self._measured, self._step, self.shares = 0, 0, dict[Tensor, float]()
+        self._row_squares = torch.zeros(2, at, dtype=torch.float64)
+        self._measured, self._step = 0, 0
+        self.shares: dict[Tensor, float | Tensor] = {}
 
     @torch.no_grad()
     def sample(self, step: int, skipped: Collection[Tensor] = ()) -> None:
@@ -115,12 +139,18 @@ class GradientNoise:
         rank, or are still scaled.
         """
         # v decays by beta2 in every local step, so local steps count here rather than exchanges
-        self._squares.mul_(self._memory ** (step - self._step))
+        steps, memory = (
+            step - self._step,
+            dict(zip(self._parameters, self._memory.tolist(), strict=True)),
+        )
+        self._squares.mul_(self._memory**steps)
+        for parameter, rows in self._rows.items():
+            self._row_squares[:, rows] *= memory[parameter] ** steps
         self._step = step
         left_out = set(skipped)
         draw = torch.Generator()  # on the CPU, so the signs do not depend on the device
         self.values.zero_()
-        for at, (row, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
+        for at, (row, parameter) in enumerate(zip(self._table, self._parameters, strict=True)):
             # Each parameter has its own seed.  Tensor-parallel ranks hold shards of different sizes
             # between parameters that are whole on all of them; the latter need the same signs
             # everywhere, because their copies must make equal steps.  With // 2, pairs of
@@ -133,18 +163,25 @@ class GradientNoise:
                     gradient = _gradient_of(parameter)
             if gradient is not None and gradient.numel():
                 row[:-2] = _projected(gradient, draw)
-        self.values[:, -2] = self.values.square().sum(1)
+                if parameter in self._rows:
+                    self._of_rows[0, self._rows[parameter]] = _row_sums(gradient, draw)
+        table = self._table
+        table[:, -2] = table.square().sum(1)
         if self._measured % 2:
-            self.values[:, -1] = (self.values * self._last)[:, :-2].sum(1)
+            table[:, -1] = (table * self._last)[:, :-2].sum(1)
         # A gradient may contain Inf if something other than a GradScaler skipped the step.  Its sums are
         # sent with the weights, and must not make ranks refuse an exchange of finite weights.
-        finite = torch.isfinite(self.values).all(1, keepdim=True)
-        self.values.copy_(torch.where(finite, self.values, 0.0))
-        self._last.copy_(self.values)
+        table.copy_(torch.where(torch.isfinite(table).all(1, keepdim=True), table, 0.0))
+        self._last.copy_(table)
+        self._of_rows[1] = self._of_rows[0].square()
+        finite = torch.isfinite(self._of_rows).all(0)
+        self._of_rows.copy_(torch.where(finite, self._of_rows, 0.0))
 
     def measure(self) -> None:
         """Update the shares from ``values`` after the exchange, when they hold the average over ranks."""
-        values = self.values.double().cpu()  # the only copy to the host
+        everything = self.values.double().cpu()  # the only copy to the host
+        values = everything[: self._table.numel()].view(self._table.shape)
+        of_rows = everything[self._table.numel() :].view(self._of_rows.shape)
         sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
         of_average = sums.square().sum(1)
         if self._measured % 2:
@@ -163,6 +200,7 @@ class GradientNoise:
         # they are.
         unit = torch.where(self._by_steps & (of_ranks > 0), of_ranks, 1.0)
         self._squares.add_(torch.stack([of_average, of_ranks]) / unit)
+        self._row_squares.add_(torch.stack([of_rows[0].square(), of_rows[1]]))
         self._find_shares()
 
     @property
@@ -178,18 +216,17 @@ class GradientNoise:
         return common / (common + apart) if apart > _SURE * differing else 1.0
 
     def _find_shares(self) -> None:
-        of_average, of_ranks = self._squares
-        shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), 1.0)
-        # Transports differ in the order of a sum, and so in its last bit, which must not affect the
-        # steps. Shares are therefore rounded to 64 values per octave: training over MPI is
-        # bit-identical to training over gloo unless a share falls right between two of these values.
-        shares = (shares.log2() * 64).round().div(64).exp2()
-        named = zip(self._parameters, shares.clamp(max=1.0).tolist(), strict=True)
-        self.shares = dict(named) if self._measured else {}
+        self.shares = {}
+        if not self._measured:
+            return
+        self.shares.update(zip(self._parameters, _quotients(*self._squares).tolist(), strict=True))
+        of_rows = _quotients(*self._row_squares).float().to(self.values.device)[:, None]
+        for parameter, rows in self._rows.items():
+            self.shares[parameter] = of_rows[rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements, and this rank's samples, which an exchange in flight may need."""
-        named = ("squares", "last", "common", "lasting")
+        named = ("squares", "row_squares", "last", "common", "lasting")
         kept = {name: getattr(self, f"_{name}").clone() for name in named}
         counts = {"measured": self._measured, "step": self._step, "pairs": self._pairs}
         return {**kept, "values": self.values.clone(), **counts}
@@ -204,6 +241,7 @@ class GradientNoise:
         return Fields(
             {
                 "squares": Common(as_here(self._squares, 0)),
+                "row_squares": Common(as_here(self._row_squares, 0)),
                 "last": as_here(self._last),
                 "common": Common(as_here(self._common)),
                 "lasting": Common(as_here(self._lasting)),
@@ -215,6 +253,7 @@ class GradientNoise:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from saved measurements."""
         self._squares, self._common = state["squares"].clone(), state["common"].clone()
+        self._row_squares = state["row_squares"].clone()
         self._lasting, self._pairs = state["lasting"].clone(), int(state["pairs"])
         self._measured, self._step = int(state["measured"]), int(state["step"])
         self.values.copy_(state["values"])
@@ -251,6 +290,22 @@ def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
     return padded.view(_SIDE, -1, _SIDE).sum(1).flatten()
 
 
+def _row_sums(gradient: Tensor, draw: torch.Generator) -> Tensor:
+    """Return the sum of each row's elements with random signs, which are the same for all rows."""
+    matrix = gradient.reshape(len(gradient), -1)
+    signs = torch.randint(2, matrix.shape[1:], generator=draw).mul_(2).sub_(1).to(matrix)
+    return (matrix @ signs).float()
+
+
+def _quotients(of_average: Tensor, of_ranks: Tensor) -> Tensor:
+    """Return shares, which are 1 where there was no gradient."""
+    shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), 1.0)
+    # Transports differ in the order of a sum, and so in its last bit, which must not affect the
+    # steps. Shares are therefore rounded to 64 values per octave: training over MPI is
+    # bit-identical to training over gloo unless a share falls right between two of these values.
+    return (shares.log2() * 64).round().div(64).exp2().clamp(max=1.0)
+
+
 def corrects(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``correct`` handles an optimizer: torch's Adam and AdamW, without amsgrad."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not all(
@@ -259,9 +314,16 @@ def corrects(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def noise_of(
-    optimizers: Iterable[torch.optim.Optimizer], trained: Mapping[str, Tensor]
+    optimizers: Iterable[torch.optim.Optimizer],
+    trained: Mapping[str, Tensor],
+    model: nn.Module | None = None,
+    columns: float = math.inf,
 ) -> GradientNoise | None:
-    """Return a noise measurement, or None if neither ``correct`` nor ``lengthen`` fits the optimizer."""
+    """Return a noise measurement, or None if neither ``correct`` nor ``lengthen`` fits the optimizer.
+
+    Tensors whose rows have at least so many ``columns`` are measured by rows, as are the embeddings of
+    ``model``.
+    """
     several = list(optimizers)
     memory = {
         parameter: group["betas"][1]
@@ -274,7 +336,11 @@ def noise_of(
     memory.update(dict.fromkeys(steps, _STEPS_KEPT))
     # use the model's order, because ranks may give optimizers their parameters in different orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
-    return GradientNoise(found, [one for one in found if one in steps]) if found else None
+    modules = () if model is None else model.modules()
+    by_rows = {one.weight for one in modules if isinstance(one, nn.Embedding)}
+    by_rows |= {one for one in found if one.dim() > 1 and one[:1].numel() >= columns}
+    by_rows -= steps
+    return GradientNoise(found, [one for one in found if one in steps], by_rows) if found else None
 
 
 def with_moments(
@@ -288,7 +354,9 @@ def with_moments(
 
 
 @torch.no_grad()
-def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ranks: float) -> None:
+def correct(
+    optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float | Tensor], ranks: float
+) -> None:
     """Lengthen the last step as if it had used the second moment of averaged gradients.
 
     The average of a parameter's gradients over P ``ranks`` has k times the squares of a single rank's
@@ -306,16 +374,26 @@ def correct(optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float], ra
     (``fused``, ``capturable``), the host waits for the counts once.
     """
     found = with_moments(optimizer) if shares and ranks > 1 and not found_inf(optimizer) else ()
-    stepped = [its for its in found if its[0].grad is not None and shares.get(its[0], 1.0) < 1]
+    stepped = [its for its in found if its[0].grad is not None and _shortened(shares.get(its[0]))]
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
-        (beta1, beta2), share = group["betas"], max(shares[parameter], 1 / ranks)
+        (beta1, beta2), share = group["betas"], shares[parameter]
         # the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)
         rate = -float(group["lr"]) / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
-        jobs.append((*moments, local_of(parameter), (own * share, own, float(group["eps"]), rate)))
+        tensors, eps = (*moments, local_of(parameter)), float(group["eps"])
+        # by chance, a measured share may be below 1 / P, the share of pure noise
+        if isinstance(share, Tensor):
+            _lengthen_rows(*tensors, (own * share.clamp(min=1 / ranks), own, eps, rate))
+        else:
+            jobs.append((*tensors, (own * max(share, 1 / ranks), own, eps, rate)))
     _pass_over(jobs)
+
+
+def _shortened(share: float | Tensor | None) -> bool:
+    """Return whether averaging shortens a parameter's gradient; of rows, without waiting for a device."""
+    return isinstance(share, Tensor) or (share is not None and share < 1)
 
 
 def found_inf(optimizer: torch.optim.Optimizer) -> bool:
@@ -379,6 +457,19 @@ def _pass_over(jobs: Iterable[_Job]) -> None:
         join(numbers, several)
 
 
+def _lengthen_rows(
+    first: Tensor, second: Tensor, weights: Tensor, numbers: tuple[Tensor, float, float, float]
+) -> None:
+    """Lengthen a step whose first constant, `[rows, 1]`, differs from row to row."""
+    of_rows, *others = numbers
+    most = _RUN if weights.is_cpu else run_length(weights)
+    rows = max(most // max(weights[:1].numel(), 1), 1)
+    of_rows = of_rows.view(-1, *[1] * (weights.dim() - 1))
+    parts = (torch.split(tensor, rows) for tensor in (first, second, weights, of_rows))
+    for one, other, run, factors in zip(*parts, strict=True):
+        _lengthen_plainly(one, other, run, (factors, *others))
+
+
 def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments) -> None:
     """Lengthen a step in C++ or Triton, or in PyTorch in runs."""
     tensors = first, second, weights
@@ -404,7 +495,10 @@ def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Mo
 
 
 def _lengthen_plainly(
-    first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments
+    first: Tensor,
+    second: Tensor,
+    weights: Tensor,
+    numbers: native.Moments | tuple[Tensor, float, float, float],
 ) -> None:
     lengthened, own, eps, rate = numbers
     # m lr (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)), in float32 if moments have 16 bits

@@ -74,7 +74,7 @@ def remember(optimizer: torch.optim.Optimizer, steps: Mapping[Tensor, Tensor]) -
 def lengthen(
     optimizer: torch.optim.Optimizer,
     steps: Mapping[Tensor, Tensor],
-    shares: Mapping[Tensor, float],
+    shares: Mapping[Tensor, Any],
     ranks: float,
 ) -> None:
     """Lengthen the last step, so that the average over ranks is as long as a single rank's step.

@@ -146,7 +146,8 @@ def find(name: str, artifacts: tuple[Artifact, ...] = ARTIFACTS) -> Artifact:
 def _run(artifact: Artifact, settings: Settings, *, draw: bool) -> Finished:
     started = time.perf_counter()
     if artifact.minutes >= 1 and not settings.quick and settings.steps is settings.seeds is None:
-        say(f"{artifact.name} takes about {artifact.minutes:g} minutes on two idle cores")
+        minutes = "a minute" if artifact.minutes == 1 else f"{artifact.minutes:g} minutes"
+        say(f"{artifact.name} takes about {minutes} on two idle cores")
     outcome, error, picture = None, "", None
     with progress(shown=not artifact.own_progress) as row, row(artifact.name) as bar:
         try:

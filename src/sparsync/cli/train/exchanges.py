@@ -100,8 +100,9 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(
-            "--target-step compares all ranks' losses after each step, so no rank could run ahead "
-            f"in {ahead[0]}; leave it out"
+            "--target-step compares all ranks' losses after each step, for which ranks that "
+            f"average models would wait; leave it out for {ahead[0]}, and compare the losses after "
+            "as many seconds: give the faster one more --steps"
         )
     if settings.period is not None and settings.space != "local":
         having = [name for name in SCHEMES if "period" in options_of(name)]

@@ -98,8 +98,8 @@ def _caption(results: Sequence[TrainResult]) -> str:
     lines.append("bytes out, in: per parameter and step, the mean over all steps")
     for result in results:
         if result.dense_share > 0.5:
-            share = f"{100 * result.dense_share:.0f} % of the bytes of {result.algorithm}"
-            lines.append(f"dense: {share} are of layers that it leaves uncompressed{_rule(result)}")
+            share = f"{result.algorithm}: {100 * result.dense_share:.0f} % of its bytes"
+            lines.append(f"{share} are of layers that it leaves uncompressed{_rule(result)}")
     for result in results:
         if result.lr_divisor > 1:
             divided = f"{result.lr:g} / {result.lr_divisor}"

@@ -157,7 +157,10 @@ class Wagma(Accompanied):
         return self.sync_period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return S."""
+        """Return the size of the largest groups: S, unless S does not divide P."""
+        return _sizes(world_size, self._asked(world_size))[1]
+
+    def _asked(self, world_size: int) -> int:
         return self.group_size or default_group_size(world_size)
 
     def survivors(self, comm: Communicator) -> Communicator:
@@ -167,12 +170,17 @@ class Wagma(Accompanied):
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
-        size = self.effective_group_size(comm.world_size)
+        size = self._asked(comm.world_size)
         require(
             size <= comm.world_size,
             f"group_size is {size} of {comm.world_size} ranks; give at most all of them",
         )
-        if self.sync_period is None and self._binding is not None and comm.rank == 0:
+        speaks = self._binding is not None and comm.rank == 0
+        least, most = _sizes(comm.world_size, size)
+        if speaks and self.group_size is not None and (least, most) != (size, size):
+            sizes = f"{least} or {most} ranks" if least < most else f"{most} ranks"
+            say(f"group_size={size} does not divide {comm.world_size} ranks: groups of {sizes}")
+        if speaks and self.sync_period is None:
             say(f"sync_period=None: {_GIVEN_UP[self.staleness]}")
         vector = vector.cpu()
         # A group of one never waits.  An agent that contributes for its late rank would average the
@@ -312,8 +320,7 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     References: Li et al., WAGMA-SGD, IEEE TPDS 2021, Algorithm 1, with ``mask = 1 << shift`` (as
     printed, a mask that is already shifted is shifted again; the paper's examples need ``1 << shift``).
     """
-    # P / S rounded to nearest, half down, so that no rank is alone with S = 2 and odd P
-    groups = (2 * world_size + group_size - 1) // (2 * group_size)
+    groups = _groups(world_size, group_size)
     # The next shuffle should spread a group's members over as many groups as possible, without gaps.  So
     # the stride is the smallest group's size, or the next smaller number that has an inverse.  If S
     # divides P, the stride is S modulo P - 1; a stride of 2 is always invertible modulo P or P - 1.
@@ -332,6 +339,22 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     # group i starts at place ceil(i P / groups)
     start, stop = (-(-world_size * i // groups) for i in (index, index + 1))
     return tuple(sorted(shuffled(place, step) for place in range(start, stop)))
+
+
+def _groups(world_size: int, group_size: int) -> int:
+    """Return P / S rounded to nearest, half down, so that no rank is alone with S = 2 and odd P."""
+    return (2 * world_size + group_size - 1) // (2 * group_size)
+
+
+def _sizes(world_size: int, group_size: int) -> tuple[int, int]:
+    """Return the sizes of the smallest and of the largest group.
+
+    Example:
+        >>> _sizes(8, 4), _sizes(4, 3), _sizes(7, 3)
+        ((4, 4), (4, 4), (3, 4))
+    """
+    groups = max(_groups(world_size, group_size), 1)
+    return world_size // groups, -(-world_size // groups)
 
 
 def default_group_size(world_size: int) -> int:

@@ -14,6 +14,7 @@ from dataclasses import fields
 from decimal import Decimal
 from inspect import Parameter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from typer import BadParameter, Option
@@ -41,7 +42,8 @@ __all__ = [
 ]
 
 _LONGEST = 30  # digits of a whole number
-_POWERS = {"k": "e3", "K": "e3", "M": "e6", "G": "e9", "B": "e9"}  # as models are counted
+# as models are counted
+_POWERS = MappingProxyType({"k": "e3", "K": "e3", "M": "e6", "G": "e9", "B": "e9"})
 
 T = TypeVar("T")
 

@@ -219,10 +219,15 @@ class GradientNoise:
         self.shares = {}
         if not self._measured:
             return
-        self.shares.update(zip(self._parameters, _quotients(*self._squares).tolist(), strict=True))
-        of_rows = _quotients(*self._row_squares).float().to(self.values.device)[:, None]
+        named = dict(zip(self._parameters, _quotients(*self._squares).tolist(), strict=True))
+        self.shares.update(named)
+        # a row that has had no gradient yet gets the share of the whole
+        of_rows = torch.ones(self._row_squares.shape[1], dtype=torch.float64)
         for parameter, rows in self._rows.items():
-            self.shares[parameter] = of_rows[rows]
+            of_rows[rows] = _quotients(*self._row_squares[:, rows], otherwise=named[parameter])
+        everywhere = of_rows.float().to(self.values.device)[:, None]
+        for parameter, rows in self._rows.items():
+            self.shares[parameter] = everywhere[rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements, and this rank's samples, which an exchange in flight may need."""
@@ -297,9 +302,9 @@ def _row_sums(gradient: Tensor, draw: torch.Generator) -> Tensor:
     return (matrix @ signs).float()
 
 
-def _quotients(of_average: Tensor, of_ranks: Tensor) -> Tensor:
-    """Return shares, which are 1 where there was no gradient."""
-    shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), 1.0)
+def _quotients(of_average: Tensor, of_ranks: Tensor, otherwise: float = 1.0) -> Tensor:
+    """Return shares; ``otherwise`` where there was no gradient."""
+    shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), otherwise)
     # Transports differ in the order of a sum, and so in its last bit, which must not affect the
     # steps. Shares are therefore rounded to 64 values per octave: training over MPI is
     # bit-identical to training over gloo unless a share falls right between two of these values.

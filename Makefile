@@ -19,7 +19,7 @@ ASAN := build/asan
 ASAN_LIBRARIES = $(shell $${CXX:-g++} -print-file-name=libasan.so 2>/dev/null)
 ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_levels.py tests/unit/test_native.py \
   tests/unit/test_messages.py tests/unit/test_packed.py tests/unit/test_wire_hostile.py \
-  tests/unit/test_forwarder.py
+  tests/unit/test_forwarder.py tests/unit/test_gradient_noise.py
 
 AT_ONCE := --dist loadfile tests src papers/src
 # as collected: the ten minutes of tests/claims/test_elastic.py are not to begin last

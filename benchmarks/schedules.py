@@ -317,7 +317,9 @@ def report(rows: list[dict[str, Any]]) -> str:
         "over seeds. Made by `benchmarks/schedules.py`, on virtual ranks. The first rate of a task is "
         'the best of several for dense AdamW with cosine decay to a tenth. "updates" is the default, '
         '"two-bits" that of models from a million parameters: two bits on every second step. The other '
-        "rows of exchanged updates have one bit on every second step, but for what their names say.",
+        "rows of exchanged updates have one bit on every second step, but for what their names say. "
+        'All but "updates" and "two-bits" were measured when a matrix had one share of noise '
+        'for all of its rows, "..., whole" with otherwise the same settings as these two.',
         "",
         "| task | steps | ranks | rate | schedule | method | seeds | dense | over dense "
         "| abs(m) / sqrt(v) | bytes per parameter and step |",

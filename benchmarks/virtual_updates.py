@@ -79,7 +79,7 @@ def train_updates(
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         given = given.for_size(sum(p.numel() for p in trained.values()))
         corrected = optimizers if given.noise_correction else ()
-        noise = noise_of(corrected, trained, model, given.measured_columns)
+        noise = noise_of(corrected, trained, model)
         weights = ModelWeights(model, trained, True, noise=noise)
         layout = given.plan(weights.read(slice(0, None)), trained, rest=weights.rest)
         reducer = Reducer(comm, layout.units, await given.chosen.on(comm), given.density)

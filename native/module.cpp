@@ -319,6 +319,24 @@ void lengthen(Address first, Address second, Address weights, int64_t n, const R
   });
 }
 
+// as `lengthen`, with a factor of v per row in place of `lengthened`
+void lengthen_rows(Address first, Address second, Address weights, Address factors, int64_t rows,
+                   int64_t columns, const RawMoments &raw, int threads, const char *isa) {
+  const sparsync::Scan &scan = scan_of(isa);
+  const auto &[unused, own, eps, rate] = raw;
+  const sparsync::Moments common{0.0f, own, eps, rate};
+  const int64_t step = std::max<int64_t>(moments_step / std::max<int64_t>(columns, 1), 1);
+  sparsync::share(rows, threads, step, [&](int, int64_t start, int64_t stop) {
+    sparsync::Moments given = common;
+    for (int64_t row = start; row < stop; ++row) {
+      given.lengthened = at<float>(factors)[row];
+      const int64_t place = row * columns;
+      scan.lengthen(at<float>(first) + place, at<float>(second) + place,
+                    at<float>(weights) + place, columns, given);
+    }
+  });
+}
+
 using RawMessage = std::tuple<Address, uint64_t>;
 using RawStyle = std::tuple<uint64_t, uint64_t, int, uint64_t, uint64_t>;
 using RawRoom = std::tuple<Address, Address, int64_t>;
@@ -464,6 +482,7 @@ NB_MODULE(_native, m) {
   m.def("decode_levels", &decode_levels, released());
   m.def("sum_levels", &sum_levels, released());
   m.def("lengthen", &lengthen, released());
+  m.def("lengthen_rows", &lengthen_rows, released());
   m.def("deal", &deal, released());
   m.def("undeal", &undeal, released());
   m.def("deal_and_pack", &deal_and_pack, released());

@@ -83,7 +83,7 @@ def attach_elastic_updates(
             )
     group, trained = group_of(manager), trained_of(model)
     corrected = optimizers if outer.noise_correction else ()
-    noise = noise_of(corrected, trained, model, outer.measured_columns)
+    noise = noise_of(corrected, trained, model)
     weights = ModelWeights(model, trained, buffers=True, noise=noise)
     output = output_parameters(model) if outer.chosen.output else ()
     layout = outer.plan(weights.read(_EVERYTHING), trained, output, rest=weights.rest)

@@ -42,6 +42,7 @@ __all__ = [
     "instruction_sets",
     "join_messages",
     "lengthen_",
+    "lengthen_rows_",
     "merge",
     "quantise",
     "restrict",
@@ -358,6 +359,21 @@ def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) 
         )
     addresses = _address("first", first), _address("second", second), _address("weights", weights)
     EXTENSION.lengthen(*addresses, n, moments, _workers(4 * n), chosen())
+
+
+def lengthen_rows_(
+    first: Tensor, second: Tensor, weights: Tensor, factors: Tensor, moments: Moments
+) -> None:
+    """Do the same with a factor of the second moment per row; the first of ``moments`` is ignored."""
+    n, rows = weights.numel(), len(weights)
+    if not first.numel() == second.numel() == n or factors.numel() != rows:
+        raise ConfigurationError(
+            f"moments of {first.numel()} and {second.numel()} elements and {factors.numel()} factors "
+            f"for {rows} rows of {n} elements"
+        )
+    addresses = _address("first", first), _address("second", second), _address("weights", weights)
+    sizes = _address("factors", factors), rows, n // max(rows, 1)
+    EXTENSION.lengthen_rows(*addresses, *sizes, moments, _workers(4 * n), chosen())
 
 
 # ---- exchanges of packed messages -------------------------------------------------------------------

@@ -119,7 +119,7 @@ def attach_updates(
         else:
             pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
         corrected = optimizers if outer.noise_correction else ()
-        noise = noise_of(corrected, trained, module, outer.measured_columns)
+        noise = noise_of(corrected, trained, module)
         weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
         output = output_parameters(module) if outer.chosen.output else ()
         # Inside a node, a rank plans the runs of parameters that it exchanges, but the user's

@@ -69,10 +69,9 @@ class GradientNoise:
     for single ranks, where d is the lasting difference between a rank's gradients and the average, caused
     by its data.
 
-    The share differs from row to row of a matrix.  In an embedding, a rare token's row has gradients on
-    one rank at a time (share 1 / P), and a common one's on all of them.  So matrices are also measured
-    ``by_rows``, by one random sum per row; the rows with the largest gradients would otherwise decide
-    the length of all rows' steps.
+    In an embedding the share differs from row to row: a rare token's row has gradients on one rank at a
+    time (share 1 / P), and a common one's on all of them.  So embeddings are also measured ``by_rows``,
+    by one random sum per row; the common tokens' rows would otherwise decide the length of all steps.
 
     For optimizers whose step length does not depend on the gradient's (``step_length.lengthen``), steps
     are measured in the same way instead of gradients.
@@ -224,7 +223,8 @@ class GradientNoise:
         # a row that has had no gradient yet gets the share of the whole
         of_rows = torch.ones(self._row_squares.shape[1], dtype=torch.float64)
         for parameter, rows in self._rows.items():
-            of_rows[rows] = _quotients(*self._row_squares[:, rows], otherwise=named[parameter])
+            of_average, of_ranks = self._row_squares[:, rows]
+            of_rows[rows] = _quotients(of_average, of_ranks, named[parameter])
         everywhere = of_rows.float().to(self.values.device)[:, None]
         for parameter, rows in self._rows.items():
             self.shares[parameter] = everywhere[rows]
@@ -322,12 +322,10 @@ def noise_of(
     optimizers: Iterable[torch.optim.Optimizer],
     trained: Mapping[str, Tensor],
     model: nn.Module | None = None,
-    columns: float = math.inf,
 ) -> GradientNoise | None:
     """Return a noise measurement, or None if neither ``correct`` nor ``lengthen`` fits the optimizer.
 
-    Tensors whose rows have at least so many ``columns`` are measured by rows, as are the embeddings of
-    ``model``.
+    The embeddings of ``model`` are measured by rows.
     """
     several = list(optimizers)
     memory = {
@@ -342,9 +340,7 @@ def noise_of(
     # use the model's order, because ranks may give optimizers their parameters in different orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
     modules = () if model is None else model.modules()
-    by_rows = {one.weight for one in modules if isinstance(one, nn.Embedding)}
-    by_rows |= {one for one in found if one.dim() > 1 and one[:1].numel() >= columns}
-    by_rows -= steps
+    by_rows = {one.weight for one in modules if isinstance(one, nn.Embedding)} - steps
     return GradientNoise(found, [one for one in found if one in steps], by_rows) if found else None
 
 
@@ -390,7 +386,8 @@ def correct(
         tensors, eps = (*moments, local_of(parameter)), float(group["eps"])
         # by chance, a measured share may be below 1 / P, the share of pure noise
         if isinstance(share, Tensor):
-            _lengthen_rows(*tensors, (own * share.clamp(min=1 / ranks), own, eps, rate))
+            factors = share.clamp(min=1 / ranks).mul_(own)
+            _lengthen_rows(*tensors, factors, (own, own, eps, rate))
         else:
             jobs.append((*tensors, (own * max(share, 1 / ranks), own, eps, rate)))
     _pass_over(jobs)
@@ -463,16 +460,18 @@ def _pass_over(jobs: Iterable[_Job]) -> None:
 
 
 def _lengthen_rows(
-    first: Tensor, second: Tensor, weights: Tensor, numbers: tuple[Tensor, float, float, float]
+    first: Tensor, second: Tensor, weights: Tensor, factors: Tensor, numbers: native.Moments
 ) -> None:
-    """Lengthen a step whose first constant, `[rows, 1]`, differs from row to row."""
-    of_rows, *others = numbers
+    """Lengthen a step with a factor per row, `[rows, 1]`, in place of the first of ``numbers``."""
+    tensors = first, second, weights, factors
+    dense = all(tensor.is_contiguous() for tensor in tensors)
+    if dense and backend_of(*tensors) is native:
+        native.lengthen_rows_(*tensors, numbers)
+        return
     most = _RUN if weights.is_cpu else run_length(weights)
     rows = max(most // max(weights[:1].numel(), 1), 1)
-    of_rows = of_rows.view(-1, *[1] * (weights.dim() - 1))
-    parts = (torch.split(tensor, rows) for tensor in (first, second, weights, of_rows))
-    for one, other, run, factors in zip(*parts, strict=True):
-        _lengthen_plainly(one, other, run, (factors, *others))
+    for one, other, run, some in zip(*(torch.split(t, rows) for t in tensors), strict=True):
+        _lengthen_plainly(one, other, run, (some, *numbers[1:]))
 
 
 def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments) -> None:

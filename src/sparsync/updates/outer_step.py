@@ -190,16 +190,6 @@ class OuterStep:
         # entries, which are exchanged on every step.
         return max(1, math.ceil((self.chosen.bits or 0) / (_PAIR_BITS * self.density)))
 
-    @property
-    def measured_columns(self) -> float:
-        """The length from which a row's gradients are measured: an eighth of its message for 64 bits.
-
-        Example:
-            >>> OuterStep(algorithm=None).for_size(10**9).measured_columns  # two bits per element
-            256.0
-        """
-        return 8 * 64 / (self.chosen.bits or _PAIR_BITS * self.density)
-
     @cached_property
     def warm(self) -> tuple[int, ...]:
         """The local steps of the warm-up that end with an exchange."""

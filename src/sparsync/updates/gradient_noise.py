@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise, starmap
 from typing import Any, Final
 
 import torch
@@ -80,7 +81,7 @@ class GradientNoise:
         memory: Adam's second beta by parameter, in the same order on all ranks; of a shard, only the
             elements on this rank are measured.
         by_steps: the parameters whose steps are measured instead of gradients.
-        by_rows: the tensors each of whose rows (``t[i]``) has a share of its own.
+        by_rows: the matrices each of whose rows has a share of its own.
 
     Attributes:
         values: `[66 parameters + 2 rows]`, float32, on the first parameter's device: for each parameter
@@ -90,8 +91,8 @@ class GradientNoise:
             measurement.
         steps: the last steps of the parameters in ``by_steps``.
 
-    Cost: 66 numbers per parameter and 2 per row in an exchange, copied to the host once; two passes over
-    the gradients.
+    Cost: 66 numbers per parameter and 2 per row in an exchange, copied to the host once; one pass over
+    the gradients, and another over those of ``by_rows``; 24 bytes per row.
     State: ``state_dict()``, equal on all ranks.
 
     References: McCandlish et al., `An Empirical Model of Large-Batch Training
@@ -105,20 +106,21 @@ class GradientNoise:
         by_rows: Collection[Tensor] = (),
     ) -> None:
         self._parameters = list(memory)
-        self._rows, at = dict[Tensor, slice](), 0
-        for one in (one for one in memory if one in set(by_rows)):
-            self._rows[one] = slice(at, at := at + len(local_of(one)))
+        rows = {one: len(local_of(one)) for one in memory if one in set(by_rows)}
+        ends = list(accumulate(rows.values(), initial=0))
+        self._rows = dict(zip(rows, starmap(slice, pairwise(ends)), strict=True))
+        self._row_memory = torch.tensor(
+            [memory[one] for one, count in rows.items() for _ in range(count)], dtype=torch.float64
+        )
         self.steps = {one: torch.zeros_like(local_of(one.detach())) for one in by_steps}
         self._by_steps = torch.tensor([one in self.steps for one in memory], dtype=torch.bool)
         self._memory = torch.tensor(list(memory.values()), dtype=torch.float64)
         like = next(map(local_of, memory), torch.zeros(0))
         shape = len(self._parameters), _SIDE * _SIDE + 2
         table = math.prod(shape)
-        self.values = torch.zeros(table + 2 * at, dtype=torch.float32, device=like.device)
-        self._table, self._of_rows = (
-            self.values[:table].view(shape),
-            self.values[table:].view(2, -1),
-        )
+        self.values = torch.zeros(table + 2 * ends[-1], dtype=torch.float32, device=like.device)
+        self._table = self.values[:table].view(shape)
+        self._of_rows = self.values[table:].view(2, -1)
         self._last = torch.zeros_like(self._table)  # this rank's previous sums, with the same signs
         self._common = torch.zeros(len(self._parameters), _SIDE * _SIDE, dtype=torch.float64)
         # sums of squares: the lasting part common to all ranks, the lasting part particular to single
@@ -126,7 +128,7 @@ class GradientNoise:
         self._lasting, self._pairs = torch.zeros(3, dtype=torch.float64), 0
         # for each parameter, the squares of the average, and the mean of the single ranks' squares
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
-        self._row_squares = torch.zeros(2, at, dtype=torch.float64)
+        self._row_squares = torch.zeros(2, ends[-1], dtype=torch.float64)
         self._measured, self._step = 0, 0
         self.shares: dict[Tensor, float | Tensor] = {}
 
@@ -138,13 +140,8 @@ class GradientNoise:
         rank, or are still scaled.
         """
         # v decays by beta2 in every local step, so local steps count here rather than exchanges
-        steps, memory = (
-            step - self._step,
-            dict(zip(self._parameters, self._memory.tolist(), strict=True)),
-        )
-        self._squares.mul_(self._memory**steps)
-        for parameter, rows in self._rows.items():
-            self._row_squares[:, rows] *= memory[parameter] ** steps
+        self._squares.mul_(self._memory ** (step - self._step))
+        self._row_squares.mul_(self._row_memory ** (step - self._step))
         self._step = step
         left_out = set(skipped)
         draw = torch.Generator()  # on the CPU, so the signs do not depend on the device
@@ -220,14 +217,11 @@ class GradientNoise:
             return
         named = dict(zip(self._parameters, _quotients(*self._squares).tolist(), strict=True))
         self.shares.update(named)
-        # a row that has had no gradient yet gets the share of the whole
-        of_rows = torch.ones(self._row_squares.shape[1], dtype=torch.float64)
         for parameter, rows in self._rows.items():
             of_average, of_ranks = self._row_squares[:, rows]
-            of_rows[rows] = _quotients(of_average, of_ranks, named[parameter])
-        everywhere = of_rows.float().to(self.values.device)[:, None]
-        for parameter, rows in self._rows.items():
-            self.shares[parameter] = everywhere[rows]
+            # a row that has had no gradient yet gets the share of the whole
+            of_rows = _quotients(of_average, of_ranks, named[parameter])
+            self.shares[parameter] = of_rows.float()[:, None].to(local_of(parameter).device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements, and this rank's samples, which an exchange in flight may need."""
@@ -297,9 +291,8 @@ def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
 
 def _row_sums(gradient: Tensor, draw: torch.Generator) -> Tensor:
     """Return the sum of each row's elements with random signs, which are the same for all rows."""
-    matrix = gradient.reshape(len(gradient), -1)
-    signs = torch.randint(2, matrix.shape[1:], generator=draw).mul_(2).sub_(1).to(matrix)
-    return (matrix @ signs).float()
+    signs = torch.randint(2, gradient.shape[1:], generator=draw).mul_(2).sub_(1).to(gradient)
+    return (gradient @ signs).float()
 
 
 def _quotients(of_average: Tensor, of_ranks: Tensor, otherwise: float = 1.0) -> Tensor:

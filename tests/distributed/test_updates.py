@@ -133,6 +133,29 @@ def test_hooks_lengthen_steps_of_a_length_of_their_own():
                 torch.testing.assert_close(parameter.detach() - began, expected)
 
 
+@on_ranks(2)
+def test_rows_of_an_embedding_are_lengthened_by_their_own_shares():
+    """Token 0 is seen by both ranks, token 1 or 2 by one of them, and tokens 3 to 5 by none."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(6, 40), torch.nn.Linear(40, 3))
+    rows = net[0].weight
+    began = rows.detach().clone()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.0)
+    with sparsync.attach(net, optimizer) as sync:
+        for _ in range(12):
+            optimizer.zero_grad()
+            net(torch.tensor([0, 0, 1 + rank])).square().sum().backward()
+            optimizer.step()
+        shares = sync._weights.noise.shares[rows].flatten()
+        assert shares[0] > 0.9 and shares[1:3].tolist() == pytest.approx([0.5, 0.5], rel=0.02)
+        assert same_everywhere(shares)
+        sync.finish()
+        assert same_everywhere(rows.detach())
+        assert torch.equal(rows.detach()[3:], began[3:])
+        assert not torch.equal(rows.detach()[1:3], began[1:3])
+
+
 @on_ranks(3)
 @pytest.mark.parametrize(
     "settings",

@@ -482,6 +482,18 @@ def test_lengthened_steps_equal_the_specification(dispatched):
                 identical(mine, expected)
 
 
+def test_lengthened_rows_equal_the_specification(dispatched):
+    for rows, columns in ((5, 300), (1, 1), (3, 1), (0, 4), (4, 0), (700, 3)):
+        first, *others = (one.view(rows, columns) for one in vectors(rows * columns))
+        factors = on(torch.linspace(0.3, 1.2, rows)[:, None])
+        for second in (first.square(), *(other.square() for other in others)):
+            mine, expected = first.flip(0).clone(), first.flip(0).clone()
+            numbers = 1.1, 1.1, 1e-8, -1e-3
+            gradient_noise._lengthen_rows(first, second, mine, factors, numbers)
+            gradient_noise._lengthen_plainly(first, second, expected, (factors, *numbers[1:]))
+            identical(mine, expected)
+
+
 # ---- the exchange of AdamW's updates, on the stand-in for a GPU ---------------------------------------
 
 

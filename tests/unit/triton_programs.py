@@ -33,7 +33,7 @@ SIGNATURES = {
         *(B, 3, 2, True, -1, True),
     ),
     "_move": ("*fp32", "*fp32", "*fp32", "*i16", "i32", B, True, True, 1, 1),
-    "_lengthen": ("*fp32", "*fp32", "*fp32", "i32", *["fp32"] * 4, B),
+    "_lengthen": (*["*fp32"] * 4, "i32", "i32", *["fp32"] * 4, B, True),
     "_decode_int8": ("*fp32", "*i8", "*fp32", "i32", "i32", "i32", B),
 }
 

@@ -16,7 +16,7 @@ from sparsync.kernels.native import Moments
 from sparsync.kernels.triton import _cover, _positions, jit, tl
 from sparsync.kernels.triton_levels import _quotient
 
-__all__ = ["lengthen_", "move_"]
+__all__ = ["lengthen_", "lengthen_rows_", "move_"]
 
 # how the kernel below reads and rounds each dtype
 _KINDS: Final = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
@@ -50,7 +50,16 @@ def move_(
 def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) -> None:
     """Cost: one pass that reads three vectors and writes one."""
     n = weights.numel()
-    _cover(_lengthen, n, weights, first, second, n, *map(float, moments))
+    _cover(_lengthen, n, weights, first, second, second, n, 1, *map(float, moments), ROWS=False)
+
+
+def lengthen_rows_(
+    first: Tensor, second: Tensor, weights: Tensor, factors: Tensor, moments: Moments
+) -> None:
+    """Do the same with a factor of the second moment per row; the first of ``moments`` is ignored."""
+    n, columns = weights.numel(), weights.numel() // max(len(weights), 1)
+    given = weights, first, second, factors, n, columns
+    _cover(_lengthen, n, *given, *map(float, moments), ROWS=True)
 
 
 # ==== on the device ===================================================================================
@@ -106,11 +115,27 @@ def _root(x):
 
 @jit
 def _lengthen(
-    weights_ptr, first_ptr, second_ptr, n, lengthened, own, eps, rate, BLOCK: tl.constexpr
+    weights_ptr,
+    first_ptr,
+    second_ptr,
+    factors_ptr,
+    n,
+    columns,
+    lengthened,
+    own,
+    eps,
+    rate,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """``weights += rate * first * (1 / (sqrt(lengthened * v) + eps) - 1 / (sqrt(own * v) + eps))``."""
+    """``weights += rate * first * (1 / (sqrt(lengthened * v) + eps) - 1 / (sqrt(own * v) + eps))``.
+
+    With ROWS, ``lengthened`` is read from the factors of rows.
+    """
     at = _positions(BLOCK)
     inside = at < n
+    if ROWS:
+        lengthened = tl.load(factors_ptr + at // columns, mask=inside, other=1.0)
     square = tl.load(second_ptr + at, mask=inside, other=1.0)
     one = tl.full([BLOCK], 1.0, tl.float32)
     missing = _quotient(one, _root(square * lengthened) + eps)

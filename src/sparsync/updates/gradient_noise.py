@@ -457,9 +457,13 @@ def _lengthen_rows(
 ) -> None:
     """Lengthen a step with a factor per row, `[rows, 1]`, in place of the first of ``numbers``."""
     tensors = first, second, weights, factors
-    dense = all(tensor.is_contiguous() for tensor in tensors)
-    if dense and backend_of(*tensors) is native:
+    dense, backend = all(tensor.is_contiguous() for tensor in tensors), backend_of(*tensors)
+    if dense and backend is native:
         native.lengthen_rows_(*tensors, numbers)
+        return
+    if dense and backend is not reference:
+        fused = importlib.import_module("sparsync.kernels.triton_moves")
+        fused.lengthen_rows_(*tensors, numbers)
         return
     most = _RUN if weights.is_cpu else run_length(weights)
     rows = max(most // max(weights[:1].numel(), 1), 1)

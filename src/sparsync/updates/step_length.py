@@ -74,7 +74,9 @@ def remember(optimizer: torch.optim.Optimizer, steps: Mapping[Tensor, Tensor]) -
 def lengthen(
     optimizer: torch.optim.Optimizer,
     steps: Mapping[Tensor, Tensor],
-    shares: Mapping[Tensor, Any],
+    shares: Mapping[
+        Tensor, Any
+    ],  # floats here, because only embeddings under Adam have rows' shares
     ranks: float,
 ) -> None:
     """Lengthen the last step, so that the average over ranks is as long as a single rank's step.

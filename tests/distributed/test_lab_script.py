@@ -91,8 +91,10 @@ for step in range(4):
     if step == 2 and dist.get_rank() == 1 and not again:
         sys.exit(3)
 sync.finish()
-lines = [f"rank {dist.get_rank()} of {dist.get_world_size()}, worker {os.environ['LOCAL_RANK']}"]
-print(*lines, "again" if again else "first", sync.steps, flush=True)
+words = [f"rank {dist.get_rank()} of {dist.get_world_size()}, worker {os.environ['LOCAL_RANK']}"]
+words += ["again" if again else "first", str(sync.steps)]
+# a node's workers share a pipe, and unbuffered, print() would write every word on its own
+os.write(1, f"{' '.join(words)}\n".encode())
 dist.barrier()
 dist.destroy_process_group()
 """

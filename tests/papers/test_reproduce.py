@@ -185,7 +185,7 @@ def test_an_unknown_name_gets_one_line_with_close_ones():
 
 def test_the_help_of_all_commands_tells_the_papers_commands_apart():
     helps = {c.name: c.help for c in make_app("plan").registered_commands}
-    assert helps["reproduce"].startswith("Reproduce tables and figures")
+    assert helps["reproduce"].startswith("Reproduce the papers' tables")
     assert helps["time-to-loss"].startswith("Predict which training method")
 
 
@@ -242,7 +242,7 @@ def test_seeds_are_for_trainings_whose_means_are_compared():
 def test_an_option_reaches_the_artifact(monkeypatch, option):
     seen = []
 
-    @artifact("oktopk-asked", "conclusion", minutes=0.1, trains=True, repeats=True)
+    @artifact("oktopk-asked", "conclusion", minutes=0.1, steps=5, repeats=True)
     def asked(settings):
         """Title."""
         seen.append(getattr(settings, option))

@@ -35,8 +35,20 @@ FAST = {"sparcml-fig7", "redsync-fig7", "redsync-fig8-9", "redsync-fig10", "wagm
     [pytest.param(a.name, marks=() if a.name in FAST else pytest.mark.slow) for a in ARTIFACTS],
 )
 def test_every_artifact_runs_quickly_and_is_drawn(name):
-    (finished,) = reproduce([find(name)], Settings(quick=True), draw=True)
+    listed, asked, totals = find(name), set(), []
+
+    class Watched(Settings):
+        def steps_or(self, whole, quick):
+            asked.add(whole)
+            return super().steps_or(whole, quick)
+
+    def run(settings):
+        return listed.run(replace(settings, advance=totals.append))
+
+    (finished,) = reproduce([replace(listed, run=run)], Watched(quick=True), draw=True)
     assert finished.error == ""
+    assert asked == ({listed.steps} if listed.steps else set())  # as --list shows them
+    assert totals == [len(totals)] * len(totals), "progress ends at its total"
     outcome = finished.outcome
     assert outcome.rows and outcome.comparisons and outcome.differs
     assert len({tuple(row) for row in outcome.rows}) == 1, "rows of equal keys"

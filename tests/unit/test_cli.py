@@ -17,6 +17,15 @@ def test_alone_it_prints_help(command):
     assert (code, err) == (0, "") and "train" in out
 
 
+@pytest.mark.parametrize("name", [None, *cli.COMMANDS])
+def test_help_is_whole_in_80_columns(command, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = command(*[name] * (name is not None), "--help")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out and not re.search(r"^ .*\.\.\.$", out, re.MULTILINE), out
+
+
 @pytest.mark.parametrize("name", ["reproduce", "time-to-loss"])
 def test_a_command_of_the_papers_names_their_package(command, monkeypatch, name):
     monkeypatch.setattr(cli, "entry_points", lambda group: ())

@@ -37,7 +37,7 @@ COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
         "doctor": ("doctor.command", "Measure the links of a job, and check its software."),
         "plan": ("plan", "Predict the fastest collective, and where dense is faster."),
         "simulate": ("simulate.command", "Simulate training steps on virtual ranks."),
-        "keys": ("keys", "Make one certificate per rank, for --curve-keys and curve_keys=."),
+        "keys": ("keys", "Make one certificate per rank, for encrypted exchanges."),
     }
 )
 _GROUP = "sparsync.commands"
@@ -45,8 +45,8 @@ _GROUP = "sparsync.commands"
 # listed with their package's summary, because importing them would make --help slow.
 _OF_PAPERS = MappingProxyType(
     {
-        "reproduce": "Reproduce tables and figures of the papers; --list shows them.",
-        "time-to-loss": "Predict which training method reaches the loss of dense first.",
+        "reproduce": "Reproduce the papers' tables and figures; --list shows them.",
+        "time-to-loss": "Predict which training method first reaches dense's loss.",
     }
 )
 
@@ -60,6 +60,7 @@ def make_app(wanted: str | None = None) -> typer.Typer:
         name="sparsync",
         help="Data-parallel training on networks too slow for dense allreduce.",
         add_completion=False,
+        rich_markup_mode=None,  # its panels cut names of options at 80 columns
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)

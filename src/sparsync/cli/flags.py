@@ -110,14 +110,14 @@ def ranks_option(default: int) -> Any:
 _LINKS = tuple(
     Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, shown])
     for name, kind, text in (
-        ("up", str | None, "Rate at which a rank sends, if it differs from --lab's."),
-        ("down", str | None, "Rate at which a rank receives, if it differs from --lab's."),
+        ("up", str | None, "Rate at which a rank sends; the link's unless given."),
+        ("down", str | None, "Rate at which a rank receives; the link's unless given."),
         ("rtt", str | None, "Round trip between two ranks, e.g. 20ms."),
         ("loss", str | None, "Packets lost between two ranks, each way, e.g. 0.1%."),
         ("jitter", str | None, "Variation of the RTT, either way, e.g. 2ms."),
         ("link", list[str] | None, "Link of one rank: RANK=RATE[,RTT[,LOSS]], e.g. 3=10mbit,80ms."),
     )
-    for shown in [Option(help=text, rich_help_panel="Links of the lab")]
+    for shown in [Option(help=text)]
 )
 
 

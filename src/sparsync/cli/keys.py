@@ -17,7 +17,7 @@ def command(
     directory: Annotated[str, Argument(help="New folder for the keys.", metavar="DIRECTORY")],
     ranks: Annotated[Ranks, Option(help="World size: one certificate per rank.")] = 8,
 ) -> None:
-    """Make one certificate per rank, for --curve-keys and curve_keys=.
+    """Make one certificate per rank, for encrypted exchanges: --curve-keys and curve_keys=.
 
     Every rank needs all public keys, but only its own secret key: copy the folder to each machine
     without the other ranks' secret keys.

@@ -34,7 +34,7 @@ _PAPERS = MappingProxyType(
 )
 
 
-def _nothing(total: int | None) -> None:
+def _nothing(total: int) -> None:
     """Do not show progress."""
 
 
@@ -47,7 +47,7 @@ class Settings:
     steps: int | None = None  # of each training run; None: the artifact's own number
     seeds: int | None = None  # number of runs, from ``seed`` on; None: the artifact's own number
     # called after each piece of work, with the total number of pieces
-    advance: Callable[[int | None], None] = _nothing
+    advance: Callable[[int], None] = _nothing
 
     def pick(self, whole: T, quick: T) -> T:
         """Return the first argument, or the second in a quick run.
@@ -139,7 +139,8 @@ class Artifact:
     minutes: float  # approximate duration of a run on two cores
     run: Run  # runs it
     own_progress: bool = False  # the code that it runs shows its own progress
-    trains: bool = False  # for as many steps as ``Settings.steps`` says
+    # of each training, unless ``Settings.steps`` says otherwise; 0: it trains none of a fixed number
+    steps: int = 0
     repeats: bool = False  # with as many seeds as ``Settings.seeds`` says
 
     @property
@@ -154,7 +155,7 @@ def artifact(
     *,
     minutes: float,
     own_progress: bool = False,
-    trains: bool = False,
+    steps: int = 0,
     repeats: bool = False,
 ) -> Callable[[Run], Artifact]:
     """Make an artifact from the function that runs it; the function's docstring is the title.
@@ -172,7 +173,7 @@ def artifact(
     def make(run: Run) -> Artifact:
         title = (run.__doc__ or "").removesuffix(".")
         title = title[:1].lower() + title[1:]
-        return Artifact(name, title, conclusion, minutes, run, own_progress, trains, repeats)
+        return Artifact(name, title, conclusion, minutes, run, own_progress, steps, repeats)
 
     return make
 

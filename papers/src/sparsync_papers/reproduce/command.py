@@ -67,7 +67,7 @@ def command(
         raise ConfigurationError("give either names or --all; --list shows the names")
     wanted = list(ARTIFACTS) if all_ else [find(name) for name in names or ()]
     if steps is not None:
-        _refuse("--steps", wanted, lambda artifact: artifact.trains)
+        _refuse("--steps", wanted, lambda artifact: artifact.steps > 0)
     if seeds is not None:
         _refuse("--seeds", wanted, lambda artifact: artifact.repeats)
     if out is not None:

@@ -31,6 +31,7 @@ from sparsync_papers.reproduce.one_process import (
 )
 
 _POINTS = 25  # of a curve
+_VGG_STEPS, _LSTM_STEPS, _BERT_STEPS = 600, 800, 300  # of the small models that stand in
 _ENTRIES = 32  # entries per pair of ranks in the simulated step, which then takes seconds
 _LOSS_GAP = 0.05  # of dense's loss counts as "very close" (the paper: 2.43 over 2.33)
 _ACCURACY_GAP = 0.02
@@ -41,41 +42,41 @@ _FEW = (DENSE_OVLP, GAUSSIAN_K, OKTOPK, *OURS)
     "oktopk-fig9",
     "values as dense's, in the shortest time",
     minutes=2.0,
-    trains=True,
+    steps=_VGG_STEPS,
     repeats=True,
 )
 def figure_9(settings: Settings) -> Outcome:
     """Convergence over time: accuracy (small model, simulated time of VGG-16)."""
     schemes = tuple(s for s in SCHEMES if s.name not in ("Dense", "TopkDSA"))
     close, where = 'accuracy "very close to dense allreduce"', "section 5.4.1, Figure 9"
-    return _outcome(settings, VGG, digits_recipe(), schemes, 600, close, where)
+    return _outcome(settings, VGG, digits_recipe(), schemes, _VGG_STEPS, close, where)
 
 
 @artifact(
     "oktopk-fig11",
     "values as dense's, in the shortest time",
     minutes=2.5,
-    trains=True,
+    steps=_LSTM_STEPS,
     repeats=True,
 )
 def figure_11(settings: Settings) -> Outcome:
     """Convergence over time: loss for WER (small model, simulated time of LSTM)."""
     close, where = "WER 0.309, dense 0.308", "section 5.4.2, Figure 11"
-    return _outcome(settings, LSTM, lstm_recipe(), _FEW, 800, close, where)
+    return _outcome(settings, LSTM, lstm_recipe(), _FEW, _LSTM_STEPS, close, where)
 
 
 @artifact(
     "oktopk-fig13",
     "values as dense's, in the shortest time",
     minutes=1.0,
-    trains=True,
+    steps=_BERT_STEPS,
     repeats=True,
 )
 def figure_13(settings: Settings) -> Outcome:
     """Convergence over time: loss (small model, simulated time of BERT)."""
     close, where = "loss 2.43, dense 2.33", "section 5.4.3, Figure 13"
     hours = "400,000 steps: dense 150 h, Gaussiank 61 h, Ok-Topk 47 h"
-    return _outcome(settings, BERT, text_recipe(), _FEW, 300, close, where, hours)
+    return _outcome(settings, BERT, text_recipe(), _FEW, _BERT_STEPS, close, where, hours)
 
 
 def seconds_to(

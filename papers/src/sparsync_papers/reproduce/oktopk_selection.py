@@ -30,6 +30,7 @@ _DENSITY, _LSTM_DENSITY = 0.01, 0.02  # Figures 4 and 6: of VGG-16 and BERT; of 
 _OLD_STEPS = 19 * _PERIOD  # up to the last calculation of the threshold of Figure 4
 _STEPS = 256
 _XI_STEPS = 200
+_FILL_IN_STEPS = 40
 _DENSITIES = (0.01, 0.02)  # of xi
 _WINDOW = 20  # steps averaged into one point of the conclusion (the figure: thousands)
 _AGE = 26  # steps since the threshold was calculated ("more than 25 iterations ago")
@@ -90,7 +91,7 @@ def _watch(
     "oktopk-fig4",
     "a threshold reused for 25 steps is nearly the accurate one; Gaussian-k's is too large",
     minutes=2.0,
-    trains=True,
+    steps=_OLD_STEPS,
 )
 def figure_4(settings: Settings) -> Outcome:
     """Distribution of gradient values, and predicted thresholds."""
@@ -163,7 +164,7 @@ def _distribution(name: str, values: Tensor, thresholds: dict[str, float]) -> Pa
     "oktopk-fig6",
     "reused thresholds select about k entries, Gaussian-k far fewer",
     minutes=3.0,
-    trains=True,
+    steps=_STEPS,
 )
 def figure_6(settings: Settings) -> Outcome:
     """Entries selected locally and globally over training, against Gaussian-k."""
@@ -241,7 +242,7 @@ def _compare_counts(rows: Table, steps: int) -> list[Comparison]:
     "oktopk-fig5",
     "xi stays below P, rises at first and then is stable: Assumption 1 holds",
     minutes=3.0,
-    trains=True,
+    steps=_XI_STEPS,
 )
 def figure_5(settings: Settings) -> Outcome:
     """Values of xi over training."""
@@ -340,11 +341,11 @@ def _compare_xi(rows: Table, steps: int, ranks: int, window: int) -> list[Compar
     "oktopk-fill-in",
     "sums of sparse gradients fill in by more than ten times",
     minutes=1.5,
-    trains=True,
+    steps=_FILL_IN_STEPS,
 )
 def fill_in(settings: Settings) -> Outcome:
     """Density of the output of TopkDSA (section 5.2)."""
-    steps = settings.steps_or(40, 2)
+    steps = settings.steps_or(_FILL_IN_STEPS, 2)
     rows = Table()
     comparisons = []
     cases = (

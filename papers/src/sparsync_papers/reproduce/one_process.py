@@ -238,14 +238,17 @@ def train_all(
     *,
     evaluations: int = 6,
     initial: Callable[[int], nn.Module] | None = None,
+    trained: int | None = None,
 ) -> dict[str, Trained]:
     """Train a model with each method on ``RANKS`` virtual ranks; return the means over all seeds.
 
     The learning rate falls, as in the three papers that train with these methods. ``initial``
-    returns the model to start from for a seed; None starts from a new model.
+    returns the model to start from for a seed; None starts from a new model. ``trained`` counts the
+    artifact's trainings with one seed, for its progress; None if these are all.
     """
     found: dict[str, list[Trained]] = {name: [] for name in ways}
-    for seed in settings.seeds_or(1):
+    seeds = settings.seeds_or(1)
+    for seed in seeds:
         start = None if initial is None else initial(seed)
         for name, way in ways.items():
             training = SimulatedTraining(
@@ -261,7 +264,7 @@ def train_all(
                 model=copy.deepcopy(start),
             )
             found[name].append(training.run(evaluations=evaluations))
-            settings.advance(None)
+            settings.advance(len(seeds) * (len(ways) if trained is None else trained))
     return {name: Trained.mean(runs) for name, runs in found.items()}
 
 

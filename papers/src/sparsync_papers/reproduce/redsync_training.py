@@ -79,14 +79,14 @@ def _rows(model: str, runs: dict[str, Trained]) -> list[Row]:
     "redsync-fig6-table1",
     "all three converge alike and end with the same error",
     minutes=3.5,
-    trains=True,
+    steps=_STEPS,
     repeats=True,
 )
 def figure_6_table_1(settings: Settings) -> Outcome:
     """Accuracy of RGC and quantised RGC against SGD."""
     recipes, steps = (_images(16), lstm_recipe()), settings.steps_or(_STEPS, 3)
     images, text = found = [
-        train_all(recipe, ways, settings, steps)
+        train_all(recipe, ways, settings, steps, trained=len(_WARM_WAYS) + len(_WAYS))
         for recipe, ways in zip(recipes, (_WARM_WAYS, _WAYS), strict=True)
     ]
     errors = [_error(run) for run in images.values()]
@@ -146,7 +146,7 @@ def figure_6_table_1(settings: Settings) -> Outcome:
     "redsync-table2",
     "large batches cost RGC no accuracy",
     minutes=4.0,
-    trains=True,
+    steps=_BATCH_STEPS,
     repeats=True,
 )
 def table_2(settings: Settings) -> Outcome:
@@ -158,7 +158,9 @@ def table_2(settings: Settings) -> Outcome:
     errors: list[float] = []
     for batch in batches:
         recipe = replace(_images(batch // ranks), name=f"batch {batch}")
-        runs = train_all(recipe, _WARM_WAYS, settings, steps)
+        runs = train_all(
+            recipe, _WARM_WAYS, settings, steps, trained=len(batches) * len(_WARM_WAYS)
+        )
         rows += _rows(recipe.name, runs)
         errors = [100 * _error(run) for run in runs.values()]
         for name, error in zip(runs, errors, strict=True):

@@ -118,10 +118,13 @@ def shown(finished: Finished) -> Group:
 
 def catalogue(artifacts: Sequence[Artifact], unavailable: Sequence[Unavailable]) -> Group:
     """List the artifacts, and the figures that cannot be reproduced, with reasons."""
-    there = [(a.name, a.paper, a.title, f"{a.minutes:g}") for a in artifacts]
+    there = [
+        (a.name, a.paper, a.title, f"{a.minutes:g}", f"{a.steps:,}" if a.steps else "")
+        for a in artifacts
+    ]
     missing = [(item.what, item.paper, item.reason) for item in unavailable]
     return Group(
-        _table(("name", "paper", "shows", "minutes"), there),
+        _table(("name", "paper", "shows", "minutes", "steps"), there),
         _table(("not here", "paper", "reason"), missing),
     )
 

@@ -70,7 +70,7 @@ def union_densities(
     "sparcml-fig1",
     "at 5 to 10 % per rank the sum over many ranks is dense, and sending it sparse saves nothing",
     minutes=1.0,
-    trains=True,
+    steps=_STEPS,
 )
 def figure_1(settings: Settings) -> Outcome:
     """Density of a sum of sparse gradients over the number of ranks."""

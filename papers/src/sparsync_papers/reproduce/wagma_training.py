@@ -244,7 +244,7 @@ def _perceptron() -> nn.Module:
     "wagma-fig5",
     "WAGMA is as accurate as Allreduce-SGD in less time; gossip is less accurate",
     minutes=3.0,
-    trains=True,
+    steps=_STEPS,
     repeats=True,
 )
 def figure_5(settings: Settings) -> Outcome:
@@ -284,7 +284,7 @@ def figure_5(settings: Settings) -> Outcome:
     "wagma-fig8",
     "WAGMA reaches the best score in the shortest time",
     minutes=4.0,
-    trains=True,
+    steps=_TRANSLATED_STEPS,
     repeats=True,
 )
 def figure_8(settings: Settings) -> Outcome:
@@ -403,7 +403,7 @@ def _compare_ablated(one: _Ablation, over: Sequence[float], runs: str) -> Compar
     "wagma-ablations",
     "group collectives, dynamic groups and S = sqrt(P) each contribute; larger groups do not",
     minutes=8.0,
-    trains=True,
+    steps=_ABLATED_STEPS,
     repeats=True,
 )
 def ablations(settings: Settings) -> Outcome:
@@ -491,7 +491,7 @@ def _reached(curve: Sequence[tuple[float, float]], seconds: float) -> float:
     "wagma-fig11",
     "WAGMA scores highest; AD-PSGD does not learn",
     minutes=2.0,
-    trains=True,
+    steps=_ITERATIONS,
     repeats=True,
 )
 def figure_11(settings: Settings) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import json
 import re
 import warnings
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from sparsync.feedback.schedule import Warmup
 from sparsync.gradients.buckets import Bucket
 from sparsync.gradients.replicas import ReplicaStep
 from sparsync.units import output_parameters
+from sparsync.wire import CODECS
 from tests.attaching import attach
 
 
@@ -165,6 +167,22 @@ def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "shown"),
+    [
+        ("sparcml", {"bits": 2}, {"bits": 2}),
+        ("oktopk", {"codec": "packed", "cap": None}, {"cap": None, "codec": str(CODECS["packed"])}),
+        ("dense", {}, {}),
+    ],
+)
+def test_stats_have_the_options_that_were_given(alone, algorithm, given, shown):
+    net = DistributedDataParallel(torch.nn.Linear(9, 9))
+    with attach(net, algorithm, density=0.5, transport="torch", **given) as sync:
+        stats = sync.stats()
+    assert stats["options"] == shown and stats["algorithm"] == algorithm
+    assert json.loads(json.dumps(stats)) == stats
 
 
 def backward_twice(model):

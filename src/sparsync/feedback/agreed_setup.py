@@ -93,6 +93,10 @@ def reducer_stats(
     count = max(local_steps - resumed, 1)
     return {
         "algorithm": reducer.algorithm.name,
+        "options": {
+            name: value if isinstance(value, bool | int | float | str | None) else str(value)
+            for name, value in reducer.algorithm.options
+        },
         "density": reducer.plan.density,
         "dense_share": reducer.algorithm.dense_share(
             reducer.units, reducer.plan.density, reducer.comm.world_size

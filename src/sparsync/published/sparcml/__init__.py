@@ -81,6 +81,7 @@ Section 6, with 2 bits and buckets of 512 entries in the dense half of DSAR::
         "sparcml", quantize="reduced", bits=2, quantization_block=512
     )
     sync = sparsync.attach(ddp_model, optimizer, algorithm, density=16 / 512)
+    sync.stats()["options"]  # those given: {"bits": 2, "quantization_block": 512, "quantize": "reduced"}
 
 On virtual ranks.  Names from the paper (in upper or lower case) and from this library both work; options
 follow a colon::

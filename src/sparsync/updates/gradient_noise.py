@@ -15,7 +15,7 @@ from sparsync.errors import require
 from sparsync.fields import Common, Fields, Kind, Number, Values
 from sparsync.kernels import backend_of, native, reference
 from sparsync.sparse import run_length
-from sparsync.units import flatten, is_finite, local_of, unflatten
+from sparsync.units import flatten, is_finite, local_of, output_parameters, unflatten
 from sparsync.updates.step_length import of_own_length
 
 __all__ = [
@@ -70,9 +70,10 @@ class GradientNoise:
     for single ranks, where d is the lasting difference between a rank's gradients and the average, caused
     by its data.
 
-    In an embedding the share differs from row to row: a rare token's row has gradients on one rank at a
-    time (share 1 / P), and a common one's on all of them.  So embeddings are also measured ``by_rows``,
-    by one random sum per row; the common tokens' rows would otherwise decide the length of all steps.
+    In an embedding and in an output layer the share differs from row to row: the row of a rare token (or
+    class) has gradients on one rank at a time (share 1 / P), and a common one's on all of them.  So these
+    matrices are also measured ``by_rows``, by one random sum per row; the common tokens' rows would
+    otherwise decide the length of all steps.
 
     For optimizers whose step length does not depend on the gradient's (``step_length.lengthen``), steps
     are measured in the same way instead of gradients.
@@ -318,7 +319,7 @@ def noise_of(
 ) -> GradientNoise | None:
     """Return a noise measurement, or None if neither ``correct`` nor ``lengthen`` fits the optimizer.
 
-    The embeddings of ``model`` are measured by rows.
+    Of ``model``, embeddings and the matrix of the output layer are measured by rows.
     """
     several = list(optimizers)
     memory = {
@@ -332,9 +333,16 @@ def noise_of(
     memory.update(dict.fromkeys(steps, _STEPS_KEPT))
     # use the model's order, because ranks may give optimizers their parameters in different orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
-    modules = () if model is None else model.modules()
-    by_rows = {one.weight for one in modules if isinstance(one, nn.Embedding)} - steps
+    by_rows = () if model is None else _of_tokens(model) - steps
     return GradientNoise(found, [one for one in found if one in steps], by_rows) if found else None
+
+
+def _of_tokens(model: nn.Module) -> set[Tensor]:
+    """Return the matrices each of whose rows belongs to a token or class: embeddings, and the output's."""
+    named = dict(model.named_parameters())
+    output = (named[name] for name in output_parameters(model))
+    embeddings = (one.weight for one in model.modules() if isinstance(one, nn.Embedding))
+    return {one for one in (*embeddings, *output) if one.dim() == 2}
 
 
 def with_moments(

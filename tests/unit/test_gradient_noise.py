@@ -70,12 +70,15 @@ def test_rows_are_lengthened_alike_in_cpp_and_by_the_specification(shape):
         assert torch.equal(mine, expected)
 
 
-def test_embeddings_and_the_output_layer_are_measured_by_rows():
-    layers = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 5), torch.nn.Linear(5, 9)
+def test_matrices_whose_rows_are_tokens_are_measured_by_rows():
+    layers = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7), torch.nn.Linear(7, 7)
     model = torch.nn.Sequential(*layers)
     optimizer, trained = torch.optim.AdamW(model.parameters()), dict(model.named_parameters())
-    assert noise_of([optimizer], trained, model).values.numel() == 66 * 5 + 2 * (7 + 9)
+    assert noise_of([optimizer], trained, model).values.numel() == 66 * 5 + 2 * (7 + 7)
     assert noise_of([optimizer], trained).values.numel() == 66 * 5
+    classes = torch.nn.Sequential(*layers[:2], torch.nn.Linear(7, 3))
+    optimizer, trained = torch.optim.AdamW(classes.parameters()), dict(classes.named_parameters())
+    assert noise_of([optimizer], trained, classes).values.numel() == 66 * 5 + 2 * 7
     tied = torch.nn.Sequential(layers[0], torch.nn.Linear(4, 7, bias=False))
     tied[1].weight = layers[0].weight
     optimizer, trained = torch.optim.AdamW(tied.parameters()), dict(tied.named_parameters())
@@ -83,9 +86,6 @@ def test_embeddings_and_the_output_layer_are_measured_by_rows():
     muon = torch.optim.Muon([model[0].weight]) if hasattr(torch.optim, "Muon") else None
     if muon is not None:  # whose steps are measured, not gradients
         assert noise_of([muon], dict(model.named_parameters()), model).values.numel() == 66
-    images = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 2), torch.nn.Conv2d(3, 2, 1))
-    optimizer, trained = torch.optim.AdamW(images.parameters()), dict(images.named_parameters())
-    assert noise_of([optimizer], trained, images).values.numel() == 66 * 4
 
 
 def test_a_rate_of_zero_and_elements_without_gradients_move_nothing():

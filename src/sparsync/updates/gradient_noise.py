@@ -70,9 +70,9 @@ class GradientNoise:
     for single ranks, where d is the lasting difference between a rank's gradients and the average, caused
     by its data.
 
-    In an embedding and in an output layer the share differs from row to row: the row of a rare token (or
-    class) has gradients on one rank at a time (share 1 / P), and a common one's on all of them.  So these
-    matrices are also measured ``by_rows``, by one random sum per row; the common tokens' rows would
+    In an embedding, and in an output layer over its tokens, the share differs from row to row: a rare
+    token's row has gradients on one rank at a time (share 1 / P), and a common one's on all of them.  So
+    these matrices are also measured ``by_rows``, by one random sum per row; the common tokens' rows would
     otherwise decide the length of all steps.
 
     For optimizers whose step length does not depend on the gradient's (``step_length.lengthen``), steps
@@ -319,7 +319,7 @@ def noise_of(
 ) -> GradientNoise | None:
     """Return a noise measurement, or None if neither ``correct`` nor ``lengthen`` fits the optimizer.
 
-    Of ``model``, embeddings and the matrix of the output layer are measured by rows.
+    The matrices of ``model`` whose rows belong to tokens are measured by rows.
     """
     several = list(optimizers)
     memory = {
@@ -338,11 +338,13 @@ def noise_of(
 
 
 def _of_tokens(model: nn.Module) -> set[Tensor]:
-    """Return the matrices each of whose rows belongs to a token or class: embeddings, and the output's."""
+    """Return embeddings, and an output layer that has as many rows as one of them."""
     named = dict(model.named_parameters())
+    found = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
+    # Classes are seen by all ranks at once, and in other matrices shares of rows did harm (design notes).
+    tokens = {len(one) for one in found}
     output = (named[name] for name in output_parameters(model))
-    embeddings = (one.weight for one in model.modules() if isinstance(one, nn.Embedding))
-    return {one for one in (*embeddings, *output) if one.dim() == 2}
+    return found | {one for one in output if one.dim() == 2 and len(one) in tokens}
 
 
 def with_moments(

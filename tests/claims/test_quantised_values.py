@@ -116,7 +116,10 @@ def test_oktopk_sends_less_with_quantised_values(name, world_size):
     assert words(rounded) / words(coo) == pytest.approx(part, abs=0.02)
 
 
-@pytest.mark.parametrize(("bits", "balance_trigger"), [(2, 1.0), (4, 4.0), (8, 1.0)])
+@pytest.mark.parametrize(
+    ("bits", "balance_trigger"),
+    [(4, 4.0), *(pytest.param(bits, 1.0, marks=pytest.mark.slow) for bits in (2, 8))],
+)
 def test_oktopk_with_qsgd_is_unbiased_and_reports_its_loss(bits, balance_trigger):
     """Entries are rounded on the way to their owner, and sums to all, some twice if balanced."""
     size = k = 601  # no four regions are equally full

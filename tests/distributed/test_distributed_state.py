@@ -55,10 +55,12 @@ def assert_same(one, other):
         *product(("ddp", "fsdp"), ("gradients", "updates", "late"), ("load",)),
         ("plain", "updates", "load"),
         # writing in the background and reading alone depend on the exchange, and not on both
-        *(("ddp", exchange, "async") for exchange in ("gradients", "late")),
+        ("ddp", "gradients", "async"),
+        pytest.param("ddp", "late", "async", marks=pytest.mark.slow),
         ("fsdp", "updates", "async"),
-        *(("fsdp", exchange, "read") for exchange in ("gradients", "late")),
-        ("plain", "updates", "read"),
+        pytest.param("fsdp", "gradients", "read", marks=pytest.mark.slow),
+        ("fsdp", "late", "read"),
+        pytest.param("plain", "updates", "read", marks=pytest.mark.slow),
     ],
 )
 def test_resuming_is_exact(kind, exchange, how, folder):
@@ -95,10 +97,10 @@ def test_resuming_is_exact(kind, exchange, how, folder):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("ddp", 4), ("ddp", 2)),
+        pytest.param(("ddp", 4), ("ddp", 2), marks=pytest.mark.slow),
         (("ddp", 2), ("ddp", 4)),
         (("ddp", 4), ("fsdp", 4)),
-        (("fsdp", 4), ("ddp", 4)),
+        pytest.param(("fsdp", 4), ("ddp", 4), marks=pytest.mark.slow),
     ],
 )
 def test_other_ranks_and_shards_get_what_load_gives_them(before, after, exchange, folder):

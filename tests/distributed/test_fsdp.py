@@ -78,8 +78,11 @@ def train(net, steps, optimizer=None):
     [
         {},
         {"algorithm": "budgeted", "unit_bytes": 100},
-        {"algorithm": "allgather", "density": 1.0, "unit_bytes": 100, "overlap": False},
-        {"transport": "torch", "unit_bytes": 100},
+        pytest.param(
+            {"algorithm": "allgather", "density": 1.0, "unit_bytes": 100, "overlap": False},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"transport": "torch", "unit_bytes": 100}, marks=pytest.mark.slow),
     ],
 )
 def test_replicas_stay_equal_and_at_density_1_are_those_of_ddp(options):
@@ -261,7 +264,7 @@ class Twice(Net):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_module_that_runs_twice_is_exchanged_once(overlap):
     mesh, ddp = grid(), DistributedDataParallel(Twice())
     net = sharded(mesh, Twice())
@@ -446,7 +449,9 @@ class Checkpointed(torch.nn.Module):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("parts", ["b", "c", "abc"])
+@pytest.mark.parametrize(
+    "parts", ["b", *(pytest.param(parts, marks=pytest.mark.slow) for parts in ("c", "abc"))]
+)
 def test_reentrant_checkpoints_are_refused(parts):
     """Modules are checkpointed in the middle, at the end (which then opens the step), and everywhere."""
     net = Checkpointed(parts)

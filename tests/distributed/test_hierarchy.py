@@ -63,7 +63,7 @@ def replicas(**options):
     [
         ({"algorithm": "allgather", "density": 1.0}, True),
         ({"algorithm": "budgeted", "unit_bytes": None}, False),
-        ({"transport": "torch"}, False),
+        pytest.param({"transport": "torch"}, False, marks=pytest.mark.slow),
     ],
 )
 def test_replicas_stay_equal_and_at_density_1_are_those_of_ddp(options, everything):
@@ -208,7 +208,7 @@ def updating(net=None, **settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"noise_correction": True},
         {"period": 4, "fragments": 3, "delay": 1, "momentum": 0.5, "residual": "apart"},
     ],

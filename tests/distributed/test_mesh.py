@@ -162,7 +162,7 @@ def one_process(steps, scale):
     [
         ("gpipe", {**EVERYTHING, "scale_grads": False}),
         ("1f1b", {**EVERYTHING, "unit_bytes": 100}),
-        ("1f1b", {"algorithm": "budgeted"}),
+        pytest.param("1f1b", {"algorithm": "budgeted"}, marks=pytest.mark.slow),
         # two stages on a rank, zero bubble
         pytest.param("v", EVERYTHING, marks=pytest.mark.slow),
         pytest.param("1f1b", {**EVERYTHING, "fsdp": True}, marks=pytest.mark.slow),

@@ -238,7 +238,8 @@ def one_rank_fails(dies):
     run(comm.barrier())
 
 
-@pytest.mark.parametrize("dies", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True])
 def test_a_rank_that_fails_ends_the_job(dies):
     with pytest.raises(RankError) as caught:
         launch(one_rank_fails, 2, dies, timeout=30.0, grace=10.0, mpi=True)
@@ -263,6 +264,7 @@ def test_the_command_starts_mpiexec_itself(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_arrays_and_ddp_under_mpiexec():
     example = ["examples/train_ddp.py", "--transport", "mpi", "--steps", "15"]
     program = ["-m", "tests.distributed.test_mpi", *example]

@@ -38,9 +38,10 @@ def test_algorithms_are_compared(tmp_path):
     assert dense["bytes_sent_per_step_max"] == dense_bytes_per_step(dense["parameters"], 2)
     assert 0 < sparse["bytes_sent_per_step_max"] < dense["bytes_sent_per_step_max"] / 10
     # A model this small sends eight bits per element and 16 per block on each step, and the whole
-    # rest at the end.  The numbers that measure the gradients' noise are sent in addition.
+    # rest at the end.  The numbers that measure the gradients' noise are sent in addition, two of them
+    # for every row of the embedding and of the output layer.
     sent = (3 * (8 + 16 / 512) / 8 + 4) / 3
-    assert sent < updates["sent_per_parameter_and_step"] < 1.05 * sent
+    assert sent < updates["sent_per_parameter_and_step"] < 1.06 * sent
     for result in (dense, sparse, updates):
         out, into = (result[f"{way}_per_parameter_and_step"] for way in ("sent", "received"))
         in_all = sum(result["bytes_sent"])

@@ -62,7 +62,13 @@ def steps(net, optimizer, which):
 @pytest.mark.parametrize(
     ("kind", "name"),
     # every setting with a whole and a divided model, every kind of model with half of the settings
-    [(kinds[n % 2], name) for n, name in enumerate(SETTINGS) for kinds in (WHOLE, DIVIDED)],
+    [
+        pytest.param(
+            kinds[n % 2], name, marks=[] if (kinds is WHOLE) == (n % 4 < 2) else pytest.mark.slow
+        )
+        for n, name in enumerate(SETTINGS)
+        for kinds in (WHOLE, DIVIDED)
+    ],
 )
 def test_resuming_is_exact(kind, name, folder):
     """The state is saved while an exchange is under way, and loaded into other weights."""
@@ -331,7 +337,13 @@ def attached_to(ranks, settings, inner):
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("name", "before", "after"),
-    [(name, *ranks) for n, name in enumerate(RESHARDED) for ranks in ((4, 2), RESIZED[n % 2])],
+    [
+        pytest.param(
+            name, *ranks, marks=[] if (ranks == (4, 2)) == (n % 2 == 0) else pytest.mark.slow
+        )
+        for n, name in enumerate(RESHARDED)
+        for ranks in ((4, 2), RESIZED[n % 2])
+    ],
 )
 def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, after, folder):
     """Undelivered entries are dealt to ranks; the average after ``finish`` shows that none is lost."""

@@ -71,8 +71,9 @@ def is_commands(block):
     return block.startswith("sparsync ")
 
 
+SMALL = re.compile(r"sparsync (bench|plan|simulate) .*size")  # the others take seconds
 COMMANDS = [
-    pytest.param(line, marks=[pytest.mark.slow] if line.startswith("sparsync train") else [])
+    pytest.param(line, marks=[] if SMALL.match(line) else pytest.mark.slow)
     for room in PAPERS
     for block in programs(room)
     if is_commands(block)

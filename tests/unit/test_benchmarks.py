@@ -57,6 +57,7 @@ def test_the_reproductions_are_counted_and_keep_the_rows_of_an_earlier_run(monke
     assert reproduced.count(text) == {"yes": 1, "no": 1, "yes, of this project alone": 1}
 
 
+@pytest.mark.slow
 def test_every_script_answers_help_and_writes_nothing(tmp_path):
     files = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
     assert len(files) > 30

@@ -195,7 +195,13 @@ HANDLES = {
 }
 
 
-@pytest.mark.parametrize("name", HANDLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("updates", "gradients") else pytest.mark.slow)
+        for name in HANDLES
+    ],
+)
 def test_no_damaged_state_is_like_the_others(name):
     with HANDLES[name]() as sync:
         state = sync.state_dict()

@@ -59,6 +59,7 @@ def commands():
             yield words
 
 
+@pytest.mark.slow
 def test_what_is_run_takes_the_options_that_it_is_given():
     for words in commands():
         program = next((word for word in words if word.endswith(".py")), words[0])

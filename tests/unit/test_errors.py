@@ -37,7 +37,14 @@ say("two")
 """
 
 
-@pytest.mark.parametrize("broken", ["closed", "closed since", "no reader", "full"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "closed",
+        "no reader",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("closed since", "full")),
+    ],
+)
 def test_no_message_is_worth_a_job(broken):
     before = "import sys; sys.stderr.close()" if broken == "closed since" else ""
     reader, writer = os.pipe()

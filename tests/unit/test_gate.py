@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gate.py"
 SPEC = importlib.util.spec_from_file_location("gate", SCRIPT)
 gate = importlib.util.module_from_spec(SPEC)
@@ -39,6 +41,7 @@ def test_the_slowest_row_comes_first_and_is_marked():
     assert lines[3] == "| noisy | 3.00 | 2.00 | **slower** |"
 
 
+@pytest.mark.slow
 def test_seconds_are_those_of_real_runs():
     exchanges = (
         "--transport torch --ranks 2 --size 1000 --steps 1 --warmup 1 --collectives budgeted"

@@ -206,7 +206,6 @@ def _compare_counts(rows: Table, steps: int) -> list[Comparison]:
     own = fmean(abs(ratio - 1) for ratio in exact.column("global / k"))
     late = fmean(y for step, y in published.points("step", "Gaussian-k / k") if step >= steps / 4)
     where, most = "section 5.2", 0.11
-    # 10,240 steps of the small VGG: from the 2,000th on, the local count is 0.76 k and the global one 0.04 k
     why = (
         f"in the first {steps} steps gradients shrink or grow within a period, and residuals pile up "
         "just below the threshold; the paper averages 160 epochs. After 2,000 of 10,240 steps, when it "

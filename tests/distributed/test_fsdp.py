@@ -563,6 +563,38 @@ def test_updates_of_shards_are_those_of_whole_models(name):
 
 
 @on_ranks(4)
+def test_rows_of_tokens_have_one_share_on_all_replicas_of_a_shard():
+    mesh = grid()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(11, 7), torch.nn.Linear(7, 11))
+    for module in (*net, net):
+        fully_shard(module, mesh=mesh["shard"])
+    optimizer, sync = small_model.updating(
+        net, mesh["replicate"], algorithm="quantised", noise_correction=True
+    )
+    replica = mesh["replicate"].get_local_rank()
+    for _ in range(6):
+        optimizer.zero_grad()
+        # token 0 is in the batches of both replicas, and token 1 + replica in those of one of them
+        loss = torch.nn.functional.cross_entropy(
+            net(torch.tensor([0, 1 + replica])), torch.tensor([3, 4 + replica])
+        )
+        loss.backward()
+        optimizer.step()
+    noise, group = sync._weights.noise, mesh["replicate"].get_group()
+    rows = [noise.shares[net[at].weight] for at in (0, 1)]
+    assert [one.shape for one in rows] == [(len(local_of(net[at].weight)), 1) for at in (0, 1)]
+    for one in rows:
+        assert torch.equal(one, small_model.mean_over(one, group))
+    if mesh["shard"].get_local_rank() == 0:  # the first six rows
+        common, seen, other = rows[0].flatten().tolist()[:3]
+        assert common > 0.9 and seen == pytest.approx(0.5, rel=0.02) == other
+        common, seen = rows[1].flatten().tolist()[3:5]
+        assert seen < 0.9 < common
+    sync.close()
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("settings", [{}, {"dct": 8}], ids=str)
 def test_the_law_holds_for_updates_of_shards(settings):
     mesh = grid()

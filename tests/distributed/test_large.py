@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import sparsync
 from sparsync import DenseVector, kernels
 from sparsync.cli.doctor.machine_facts import free_bytes
+from sparsync.cli.launch import launch
 from sparsync.kernels import normal_levels
+from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
 from sparsync.transports.sim import simulate
 from sparsync.wire import LloydMax
@@ -35,6 +38,29 @@ def needs(gib):
         return checked
 
     return mark
+
+
+def send_far(transport):
+    size, end = 2 * GIB + 4096, torch.arange(1000).to(torch.uint8)
+
+    async def program(comm):
+        payloads = [torch.empty(0, dtype=torch.uint8)] * 2
+        if comm.rank == 0:
+            payloads[1] = torch.zeros(size, dtype=torch.uint8)
+            payloads[1][-1000:] = end
+        return await comm.alltoallv(payloads, [size, 0], "far", Raw("value", variable=True))
+
+    with sparsync.connect(transport=transport, timeout=200) as comm:
+        arrived = run(program(comm))[0]
+        if comm.rank == 1:
+            assert arrived.numel() == size
+            assert torch.equal(arrived[-1000:], end) and not arrived[:-1000].any()
+
+
+@needs(10)
+@pytest.mark.parametrize("transport", ["zmq", "torch"])
+def test_a_message_of_more_than_2_gib_arrives_at_another_process(transport):
+    launch(send_far, 2, transport, timeout=300.0)
 
 
 @needs(5)

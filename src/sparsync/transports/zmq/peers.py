@@ -40,7 +40,9 @@ ZERO_COPY: Final = 2**20
 # Longer payloads are sent in frames of this size.  Every frame is a sign of life, so a payload that takes
 # longer than a heartbeat over a slow link does not look like a death.
 PIECE: Final = 2**20
-MAX_MESSAGE: Final = 2**31  # bytes of one payload; a peer that sends more is disconnected
+# bytes of one payload, of which half a vector of 2^31 float32 takes 4 GiB; a peer that sends more is
+# disconnected
+MAX_MESSAGE: Final = 2**33
 OVERHEAD: Final = 2**10  # bytes of a frame besides its piece: our header, and that of encryption
 # Seconds for a second attempt to connect, which only serves to learn the error that ZeroMQ does not
 # report.

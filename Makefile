@@ -32,7 +32,8 @@ PYTHONS ?= $(or $(PYENV_PYTHONS),python3.10 python3.11 python3.12 python3.13 pyt
 # some containers set it: each of the many processes that tests start would compile sparsync anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-only test-slow coverage test-asan triton gpu docs docs-tools check format dist clean
+.PHONY: help demo test test-only test-slow coverage test-asan triton gpu docs docs-tools check types \
+  types-of-scripts format dist clean
 
 help:
 	@echo "make demo       AdamW, then SGD, on 4 ranks with links of $(DEMO_RATE), dense and sparse: tables, pictures in demo/"
@@ -143,7 +144,12 @@ dist: $(TOOLS)
 check: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory -j 2 types types-of-scripts
+
+types:
 	$(BIN)/mypy
+
+types-of-scripts:
 	$(BIN)/mypy --config-file benchmarks/mypy.ini
 
 format: $(TOOLS)

@@ -42,22 +42,22 @@ _USUAL_PERIOD, _MOMENTUM_PERIOD = 2, 30
 # begin: fitted by benchmarks/steps.py
 COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
     {
-        "sparse gradients": 0.1320,
-        "low-rank": 0.1605,
-        "matrix rank": 0.2148,
-        "updates": 0.0205,
-        "period": 0.3491,
-        "period of Muon": -0.1168,
+        "sparse gradients": 0.1321,
+        "low-rank": 0.1606,
+        "matrix rank": 0.2146,
+        "updates": 0.0197,
+        "period": 0.3492,
+        "period of Muon": -0.1165,
         "period under momentum": 0.2236,
-        "delay": -0.0670,
-        "selection": -0.0382,
-        "ranks": 0.3216,
+        "delay": -0.0666,
+        "selection": -0.0384,
+        "ranks": 0.3214,
         "ranks of updates": 0.0590,
-        "length": -0.1467,
-        "local": 0.0683,
-        "outer momentum": 0.9064,
-        "sparse gradients into moments": 0.8514,
-        "low-rank into moments": 0.5147,
+        "length": -0.1446,
+        "local": 0.0688,
+        "outer momentum": 0.9066,
+        "sparse gradients into moments": 0.8519,
+        "low-rank into moments": 0.5150,
     }
 )
 LIKELY: Final = 1.32  # factor, either way

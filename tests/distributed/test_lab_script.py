@@ -94,7 +94,7 @@ sync.finish()
 words = [f"rank {dist.get_rank()} of {dist.get_world_size()}, worker {os.environ['LOCAL_RANK']}"]
 words += ["again" if again else "first", str(sync.steps)]
 # a node's workers share a pipe, and unbuffered, print() would write every word on its own
-os.write(1, f"{' '.join(words)}\n".encode())
+os.write(1, (" ".join(words) + os.linesep).encode())
 dist.barrier()
 dist.destroy_process_group()
 """

@@ -100,6 +100,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_torchrun_has_workers_behind_each_link_and_starts_them_again(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(RESTARTED)
@@ -212,7 +213,9 @@ def test_the_first_failure_ends_the_others_and_is_the_exit_code():
     assert "nothing was sent by rank 0, 1" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT]
+)
 def test_no_process_of_a_script_is_left(number, tmp_path):
     # in sessions of their own, as torchrun's workers
     body = f"setsid sh -c 'echo $$ > {tmp_path}/$RANK; exec sleep 600' & exec sleep 600"

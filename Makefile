@@ -144,7 +144,7 @@ dist: $(TOOLS)
 check: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@$(MAKE) --no-print-directory -j 2 types types-of-scripts
+	@$(MAKE) --no-print-directory -j 2 types types-of-scripts  # without a cache, the longest part
 
 types:
 	$(BIN)/mypy

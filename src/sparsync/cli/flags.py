@@ -108,7 +108,9 @@ def ranks_option(default: int) -> Any:
 
 # the options that describe links, for every command with --lab; they are merged into its value
 _LINKS = tuple(
-    Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, shown])
+    Parameter(
+        name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, Option(help=text)]
+    )
     for name, kind, text in (
         ("up", str | None, "Rate at which a rank sends; the link's unless given."),
         ("down", str | None, "Rate at which a rank receives; the link's unless given."),
@@ -117,7 +119,6 @@ _LINKS = tuple(
         ("jitter", str | None, "Variation of the RTT, either way, e.g. 2ms."),
         ("link", list[str] | None, "Link of one rank: RANK=RATE[,RTT[,LOSS]], e.g. 3=10mbit,80ms."),
     )
-    for shown in [Option(help=text)]
 )
 
 

@@ -94,7 +94,7 @@ def reducer_stats(
     return {
         "algorithm": reducer.algorithm.name,
         "options": {
-            name: value if isinstance(value, bool | int | float | str | None) else str(value)
+            name: value if isinstance(value, int | float | str | None) else str(value)
             for name, value in reducer.algorithm.options
         },
         "density": reducer.plan.density,

@@ -74,9 +74,7 @@ def remember(optimizer: torch.optim.Optimizer, steps: Mapping[Tensor, Tensor]) -
 def lengthen(
     optimizer: torch.optim.Optimizer,
     steps: Mapping[Tensor, Tensor],
-    shares: Mapping[
-        Tensor, Any
-    ],  # floats here, because only embeddings under Adam have rows' shares
+    shares: Mapping[Tensor, Any],  # floats here: only Adam's matrices of tokens have shares of rows
     ranks: float,
 ) -> None:
     """Lengthen the last step, so that the average over ranks is as long as a single rank's step.

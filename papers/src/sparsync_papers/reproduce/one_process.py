@@ -238,13 +238,13 @@ def train_all(
     *,
     evaluations: int = 6,
     initial: Callable[[int], nn.Module] | None = None,
-    trained: int | None = None,
+    trainings: int | None = None,
 ) -> dict[str, Trained]:
     """Train a model with each method on ``RANKS`` virtual ranks; return the means over all seeds.
 
     The learning rate falls, as in the three papers that train with these methods. ``initial``
-    returns the model to start from for a seed; None starts from a new model. ``trained`` counts the
-    artifact's trainings with one seed, for its progress; None if these are all.
+    returns the model to start from for a seed; None starts from a new model. ``trainings`` is
+    the number of the artifact's trainings with one seed, for its progress; None if these are all.
     """
     found: dict[str, list[Trained]] = {name: [] for name in ways}
     seeds = settings.seeds_or(1)
@@ -264,7 +264,7 @@ def train_all(
                 model=copy.deepcopy(start),
             )
             found[name].append(training.run(evaluations=evaluations))
-            settings.advance(len(seeds) * (len(ways) if trained is None else trained))
+            settings.advance(len(seeds) * (len(ways) if trainings is None else trainings))
     return {name: Trained.mean(runs) for name, runs in found.items()}
 
 

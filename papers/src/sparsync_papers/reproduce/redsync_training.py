@@ -86,7 +86,7 @@ def figure_6_table_1(settings: Settings) -> Outcome:
     """Accuracy of RGC and quantised RGC against SGD."""
     recipes, steps = (_images(16), lstm_recipe()), settings.steps_or(_STEPS, 3)
     images, text = found = [
-        train_all(recipe, ways, settings, steps, trained=len(_WARM_WAYS) + len(_WAYS))
+        train_all(recipe, ways, settings, steps, trainings=len(_WARM_WAYS) + len(_WAYS))
         for recipe, ways in zip(recipes, (_WARM_WAYS, _WAYS), strict=True)
     ]
     errors = [_error(run) for run in images.values()]
@@ -159,7 +159,7 @@ def table_2(settings: Settings) -> Outcome:
     for batch in batches:
         recipe = replace(_images(batch // ranks), name=f"batch {batch}")
         runs = train_all(
-            recipe, _WARM_WAYS, settings, steps, trained=len(batches) * len(_WARM_WAYS)
+            recipe, _WARM_WAYS, settings, steps, trainings=len(batches) * len(_WARM_WAYS)
         )
         rows += _rows(recipe.name, runs)
         errors = [100 * _error(run) for run in runs.values()]

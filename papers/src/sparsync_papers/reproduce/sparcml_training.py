@@ -101,9 +101,9 @@ def figure_4(settings: Settings) -> Outcome:
     steps = settings.steps_or(_STEPS, 3)
     ways = {"dense": _FULL, "16 of 512, 4 bits": _topk(16, 4), "8 of 512, 4 bits": _topk(8, 4)}
     text_ways = {"dense": _FULL, "2 of 512": _topk(2)}
-    trained = len(ways) + len(text_ways)
-    first = train_all(images, ways, settings, steps, trained=trained)
-    second = train_all(text, text_ways, settings, steps, trained=trained)
+    trainings = len(ways) + len(text_ways)
+    first = train_all(images, ways, settings, steps, trainings=trainings)
+    second = train_all(text, text_ways, settings, steps, trainings=trainings)
     base, *others = (run.evaluation.accuracy for run in first.values())
     loss, sparse = (run.evaluation.loss for run in second.values())
     comparisons = []

@@ -58,7 +58,8 @@ ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = (
     8192  # bytes that ZeroMQ reads at once; shorter frames may share a buffer with others
 )
-MAX_UNCLAIMED: Final = 2**33  # limit on bytes of messages that no receive has asked for yet
+# limit on bytes of messages that no receive has asked for yet; the longest may be one of them
+MAX_UNCLAIMED: Final = MAX_MESSAGE
 MAX_EARLY: Final = 2**26  # limit on bytes of messages of a group that this rank has not joined yet
 # memory overhead in bytes per message, which matters because many are short
 PER_MESSAGE: Final = 2**9

@@ -166,7 +166,8 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         sync.carry(scheduler=scheduler)
     if handles:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-    if pauses == "returns":
+    returns = pauses == "returns"
+    if returns:
         signal.signal(signal.SIGTERM, lambda *_: None)
     data = torch.Generator().manual_seed(number)
     while sync.steps < until.value and not sync.left:
@@ -199,6 +200,8 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
             pipe.send({"put": rest.numpy(), "mean residual": kept})
             busy_without_steps(pauses, sync, model)
             pauses = ""
+    if sync.left and not returns:
+        time.sleep(10)  # it may have left between two steps a moment ago: its signal is on the way
     sync.finish()
     end = {"weights": weights_digest(model.parameters()), "loss": loss.item()}
     # the sums are sent as arrays, because the receiver would fetch tensors from this process, which

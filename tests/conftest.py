@@ -1,8 +1,10 @@
 """Give all machines the same property-test examples, threads and Ctrl-C handling."""
 
+import multiprocessing
 import os
 import signal
 import sys
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -21,6 +23,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # shells start background jobs with SIGINT ignored, and processes that tests interrupt would
     # inherit this
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item):
+    """Fork all ranks from one warm server, whichever test is the first to start some.
+
+    A process has one fork server, which imports what is named before it starts; ``launch`` names less.
+    """
+    if item.get_closest_marker("gloo"):
+        multiprocessing.set_forkserver_preload(["tests.distributed.warm"])
+        forkserver.ensure_running()
 
 
 @pytest.fixture

@@ -86,6 +86,7 @@ def test_the_last_step_of_dsar_is_shorter_by_a_constant(bits, block):
     assert message == 16 + region * bits // 8 + scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "block"), REDUCED)
 def test_errors_that_are_kept_do_not_explode(bits, block):
     """Shrunk values are a contraction, so the residual stays bounded and nothing is lost."""
@@ -106,7 +107,7 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [3, 8])
+@pytest.mark.parametrize("world_size", [3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CODECS)
 def test_oktopk_sends_less_with_quantised_values(name, world_size):
     codec, keep_error, part = CODECS[name]

@@ -1,7 +1,5 @@
 """Save and load the state of a handle by torch.distributed.checkpoint."""
 
-from itertools import product
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,12 +50,22 @@ def assert_same(one, other):
 @pytest.mark.parametrize(
     ("kind", "exchange", "how"),
     [
-        *product(("ddp", "fsdp"), ("gradients", "updates", "late"), ("load",)),
+        ("ddp", "gradients", "load"),
+        ("fsdp", "updates", "load"),
         ("plain", "updates", "load"),
+        *(
+            pytest.param(*row, "load", marks=pytest.mark.slow)
+            for row in (
+                ("ddp", "updates"),
+                ("ddp", "late"),
+                ("fsdp", "gradients"),
+                ("fsdp", "late"),
+            )
+        ),
         # writing in the background and reading alone depend on the exchange, and not on both
         ("ddp", "gradients", "async"),
         pytest.param("ddp", "late", "async", marks=pytest.mark.slow),
-        ("fsdp", "updates", "async"),
+        pytest.param("fsdp", "updates", "async", marks=pytest.mark.slow),
         pytest.param("fsdp", "gradients", "read", marks=pytest.mark.slow),
         ("fsdp", "late", "read"),
         pytest.param("plain", "updates", "read", marks=pytest.mark.slow),
@@ -93,7 +101,7 @@ def test_resuming_is_exact(kind, exchange, how, folder):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("exchange", ["gradients", "late"])
+@pytest.mark.parametrize("exchange", [pytest.param("gradients", marks=pytest.mark.slow), "late"])
 @pytest.mark.parametrize(
     ("before", "after"),
     [

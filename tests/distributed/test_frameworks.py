@@ -435,6 +435,7 @@ def transformers_run(folder, resume=None, scaler=None, evaluate_first=False, **s
     return callback, trainer, flat(trainer.model)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the Trainer sees all processes on GPUs")
 @on_ranks(2)
 def test_transformers_that_overlooks_the_other_ranks_is_refused(folder):
@@ -450,6 +451,7 @@ def test_transformers_that_overlooks_the_other_ranks_is_refused(folder):
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_transformers_that_is_not_wrapped_has_no_dense_run(folder):
     """On a CPU, Accelerate 1.15 does not wrap a model that it has prepared for an evaluation."""

@@ -108,6 +108,7 @@ def test_the_default_density_is_that_of_the_whole_model_on_every_shard():
             assert all(unit.dense == (density == 1) for unit in sync.reducer.units)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_one_shard_is_plain_data_parallelism():
     """With the same units, bit for bit."""
@@ -134,8 +135,10 @@ def test_the_law_holds_over_shards_and_replicas():
     ("how", "steps"),
     [
         ("set_requires_gradient_sync", 2),
-        ("set_requires_all_reduce", 2),
-        ("no_sync", 2),
+        *(
+            pytest.param(how, 2, marks=pytest.mark.slow)
+            for how in ("set_requires_all_reduce", "no_sync")
+        ),
         ("two exchanges", 4),
     ],
 )
@@ -221,7 +224,8 @@ def test_nonfinite_gradients_are_refused_on_all_shards():
     ("compute", "reduce"),
     [
         (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float16),  # divided in two steps
+        # divided in two steps
+        pytest.param(torch.float16, torch.float16, marks=pytest.mark.slow),
     ],
 )
 def test_mixed_precision(compute, reduce):
@@ -389,7 +393,7 @@ def step_of(net, step, *arguments):
     net(x, *arguments).pow(2).mean().backward()
 
 
-KINDS = pytest.mark.parametrize("kind", ["plain", "FSDP2"])
+KINDS = pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "FSDP2"])
 
 
 @on_ranks(4)
@@ -484,7 +488,9 @@ def test_averages_that_are_left_are_refused(kind):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("when", ["at once", "later", "plain"])
+@pytest.mark.parametrize(
+    "when", ["at once", *(pytest.param(w, marks=pytest.mark.slow) for w in ("later", "plain"))]
+)
 def test_thawed_parameters_are_refused(when):
     """Parameters are thawed before the first forward pass, later, and next to FSDP2's own ones."""
     mesh = grid(4, 1)
@@ -538,7 +544,7 @@ OUTER = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", OUTER)
+@pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "delayed"])
 def test_updates_of_shards_are_those_of_whole_models(name):
     """The data are the same; without FSDP2, the test averages gradients over the ranks of a replica."""
     mesh, ends = grid(), []
@@ -595,7 +601,9 @@ def test_rows_of_tokens_have_one_share_on_all_replicas_of_a_shard():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("settings", [{}, {"dct": 8}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"dct": 8}, marks=pytest.mark.slow)], ids=str
+)
 def test_the_law_holds_for_updates_of_shards(settings):
     mesh = grid()
     net = sharded(mesh)
@@ -622,6 +630,7 @@ def test_shards_step_by_signs_of_cosine_coefficients():
             assert same_everywhere(small_model.local_flat(net), mesh["replicate"].get_group())
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_shards_choose_one_period():
     """Each part holds another layer, so the part that has moved furthest decides for all."""

@@ -189,7 +189,7 @@ def test_sites_found_by_their_links_train_as_a_mesh_of_them_does(exchanged):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("transport", ["zmq", "torch"])
+@pytest.mark.parametrize("transport", ["zmq", pytest.param("torch", marks=pytest.mark.slow)])
 def test_links_that_are_alike_are_measured_and_refused(transport):
     with pytest.MonkeyPatch.context() as patch, refused("links are alike", "omit hierarchy="):
         patch.setattr(sites, "_SHORTEST", 10.0)  # independent of this machine's load
@@ -209,7 +209,7 @@ def updating(net=None, **settings):
     "settings",
     [
         pytest.param({}, marks=pytest.mark.slow),
-        {"noise_correction": True},
+        pytest.param({"noise_correction": True}, marks=pytest.mark.slow),
         {"period": 4, "fragments": 3, "delay": 1, "momentum": 0.5, "residual": "apart"},
     ],
 )
@@ -242,7 +242,7 @@ def test_updates_of_nodes_are_those_of_ranks_with_their_averaged_gradients(setti
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("algorithm", ["dense", "quantised"])
+@pytest.mark.parametrize("algorithm", [pytest.param("dense", marks=pytest.mark.slow), "quantised"])
 def test_all_ranks_of_all_nodes_measure_the_same_noise(algorithm):
     """A late average is added to a node's own changes, which rounds differently in each node."""
     net, optimizer, sync = updating(algorithm=algorithm, noise_correction=True, period=3, delay=1)
@@ -377,7 +377,7 @@ def test_a_part_that_fails_is_heard_of(make):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("when", ["exchange", "finish"])
+@pytest.mark.parametrize("when", ["exchange", pytest.param("finish", marks=pytest.mark.slow)])
 def test_updates_of_a_part_that_fail_are_heard_of(when):
     mesh = nodes()
     net = fully_shard(model(), mesh=mesh["ranks"])

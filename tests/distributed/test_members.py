@@ -160,6 +160,10 @@ KINDS = pytest.mark.parametrize(
     ids=["gradients", "updates", "updates with delay and momentum"],
 )
 BOTH = pytest.mark.parametrize("outer", [None, {}], ids=["gradients", "updates"])
+# of gradients in `make test-slow` alone
+UPDATES_FIRST = pytest.mark.parametrize(
+    "outer", [pytest.param(None, marks=pytest.mark.slow), {}], ids=["gradients", "updates"]
+)
 
 
 @KINDS
@@ -257,7 +261,7 @@ def test_a_replica_that_is_asked_to_end_leaves_its_residual(job, outer):
     assert ends[0]["lost_norm"] == 0
 
 
-@BOTH
+@UPDATES_FIRST
 def test_a_handler_of_the_program_runs_after_the_replica_has_left(job, outer):
     run = job(2, outer=outer)
     run.start(2, handles=True)
@@ -270,7 +274,7 @@ def test_a_handler_of_the_program_runs_after_the_replica_has_left(job, outer):
     assert (sum(c["left"] for c in changes), sum(c["died"] for c in changes)) == (1, 0)
 
 
-@BOTH
+@UPDATES_FIRST
 def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
     """At whatever point a replica leaves, none of its contributions is lost or counted twice."""
     exact = {"algorithm": "allgather", "density": 0.1}  # which rounds nothing away
@@ -319,7 +323,7 @@ def test_all_replicas_are_asked_to_end_at_once(job, outer):
     assert "SIGTERM" not in run.errors_of_replicas()
 
 
-@BOTH
+@UPDATES_FIRST
 def test_a_replica_that_joins_with_a_schedule_of_its_own_is_refused(job, outer):
     """Its weights would diverge from the others', which continue without it."""
     run = job(2, outer=outer)

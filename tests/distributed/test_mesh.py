@@ -217,7 +217,7 @@ def test_a_pipeline_resumes():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("policy", ["raise", pytest.param("skip", marks=pytest.mark.slow)])
 def test_a_stage_refuses_for_all(policy):
     """If a gradient of one rank has NaN, no stage of any replica applies the step; residuals stay."""
     pipe = Pipe("gpipe", nonfinite=policy, unit_bytes=100)
@@ -407,7 +407,7 @@ def parallel_backward(mesh):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("corrected", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_updates_of_tensor_parallel_models(corrected):
     """Parameters that are replicated over tensor-parallel ranks stay equal there."""
     mesh = mesh_of(dp=2, tp=2)
@@ -476,7 +476,7 @@ def test_half_of_the_world_trains_by_itself():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_units_start_while_others_go_backward(overlap):
     """The last layers' exchange begins before the first layers' gradients have arrived."""
     layers, began, seen = network(), threading.Event(), []

@@ -232,7 +232,7 @@ DAMAGES = {  # damages of the reducer's state in rank 1's file, and the error on
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_what_one_rank_cannot_load_all_refuse(kind, folder):
     """All ranks raise at once, nothing changes, and training continues as if nothing had been loaded."""
     runs, rank = [], dist.get_rank()

@@ -22,8 +22,8 @@ from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 from .small_model import backward, ddp_model, flat, fully_shard, model
 
 SETTINGS = {
-    # measured noise, in exchanges that are applied late
-    "slow links": {**ONE_BIT, "period": 4, "fragments": 2, "delay": 1},
+    # measured noise, in exchanges that are applied late, but for those of the first steps
+    "slow links": {**ONE_BIT, "period": 4, "fragments": 2, "delay": 1, "warmup_steps": 2},
     "default": {},
     "weights": {"residual": "weights", "fragments": 3, "delay": 2, "density": 0.1, "period": 4},
     "adaptive": {"residual": "weights", "density": 0.1, "period": AdaptivePeriod(1.0, most=4)},
@@ -61,10 +61,12 @@ def steps(net, optimizer, which):
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("kind", "name"),
-    # every setting with a whole and a divided model, every kind of model with half of the settings
+    # every setting with a whole and a divided model; every kind of model in the tests that are not slow
     [
         pytest.param(
-            kinds[n % 2], name, marks=[] if (kinds is WHOLE) == (n % 4 < 2) else pytest.mark.slow
+            kinds[n % 2],
+            name,
+            marks=[] if (kinds is WHOLE) == (n % 4 < 2) and n < 4 else pytest.mark.slow,
         )
         for n, name in enumerate(SETTINGS)
         for kinds in (WHOLE, DIVIDED)
@@ -126,7 +128,12 @@ def broken_step(net, optimizer, step):
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("kind", "name"), [("plain", "slow links"), ("plain", "dct"), ("fsdp", "weights")]
+    ("kind", "name"),
+    [
+        ("plain", "slow links"),
+        pytest.param("plain", "dct", marks=pytest.mark.slow),
+        ("fsdp", "weights"),
+    ],
 )
 def test_a_rank_that_broke_before_the_exchange_is_saved_as_it_is(kind, name, folder):
     """A state with NaN is refused unless it is marked as broken, because then a file was damaged."""
@@ -179,9 +186,11 @@ def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
     ("name", "first", "ranks"),
     [
         ("default", torch.inf, 4),
-        ("default", 1.0, 2),
-        ("weights", torch.inf, 2),
         ("weights", 1.0, 4),
+        *(
+            pytest.param(*few, 2, marks=pytest.mark.slow)
+            for few in (("default", 1.0), ("weights", torch.inf))
+        ),
     ],
 )
 def test_a_buffer_may_be_finite_in_one_run_and_not_in_the_other(name, first, ranks, folder):

@@ -537,7 +537,7 @@ def test_auto_refuses_a_density_before_it_measures():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("transport", ["torch", "zmq"])
+@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), "zmq"])
 def test_auto_says_where_dense_wins(transport):
     """This is reported once, after 30 steps, unless updates were requested or dense takes longer."""
     measure, calls, per_step = UpdateSync._dense_seconds, [], set()

@@ -7,11 +7,18 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel  # noqa: F401
 
+import sparsync.checkpoint
 import sparsync.gradients.ddp
 import sparsync.gradients.replicas
+import sparsync.published.baselines
+import sparsync.published.oktopk
+import sparsync.published.redsync
+import sparsync.published.sparcml
+import sparsync.published.wagma
 import sparsync.testing
 import sparsync.transports.zmq
-import sparsync.updates.attach  # noqa: F401
+import sparsync.updates.attach
+import sparsync.updates.offload  # noqa: F401
 import tests.distributed.fault_programs
 import tests.on_ranks  # noqa: F401
 

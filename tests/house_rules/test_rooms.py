@@ -247,6 +247,7 @@ def test_the_programs_of_a_page_run(room, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_a_page_run(command):
     if command.startswith("sparsync linear"):

@@ -46,9 +46,17 @@ def section(file: str, title: str) -> Callable[..., Any]:
 
     The decorator takes the practice's name and the cells by column. ``local`` is the cell of every
     column except ``attach``, and ``everywhere`` of every column, unless a column has its own cell.
+    Tests of the columns in ``slow`` are slow.
     """
 
-    def practice(name: str, *, local: str = "", everywhere: str = "", **cells: str) -> Any:
+    def practice(
+        name: str,
+        *,
+        local: str = "",
+        everywhere: str = "",
+        slow: tuple[str, ...] = (),
+        **cells: str,
+    ) -> Any:
         local = local or everywhere
         shared = dict.fromkeys(COLUMNS[1:], local) | {"attach": everywhere} | cells
         row = Practice(title, name, {c: shared[c] for c in COLUMNS if shared.get(c)}, file)
@@ -56,7 +64,11 @@ def section(file: str, title: str) -> Callable[..., Any]:
 
         def decorate(scenario: Callable[[str], None]) -> Any:
             row.test = scenario.__name__
-            columns = [column for column, said in row.cells.items() if not ELSEWHERE.search(said)]
+            columns = [
+                pytest.param(column, marks=[pytest.mark.slow] if column in slow else [])
+                for column, said in row.cells.items()
+                if not ELSEWHERE.search(said)
+            ]
             return on_ranks(2)(pytest.mark.parametrize("column", columns)(scenario))
 
         return decorate

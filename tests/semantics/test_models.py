@@ -596,6 +596,7 @@ def compiled(model):
     "compiled model may be attached, or the DDP model inside it.",
     updates="works. As with `attach`.",
     local="works. Compile the model; `step()` is not compiled.",
+    slow=("attach", "UpdateSpace", "averaging"),
 )
 def test_compiled(column):
     same_training(column, wrap=compiled)

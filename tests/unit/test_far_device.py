@@ -147,7 +147,18 @@ def alone():
 
 
 @pytest.mark.filterwarnings("ignore:AdamW divides by its second moment")
-@pytest.mark.parametrize("compute", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(
+    "compute",
+    # the variants of an algorithm, whose names have commas, in `make test-slow` alone
+    [
+        pytest.param(
+            row,
+            id=name,
+            marks=[pytest.mark.slow] if name.startswith("preset") and "," in name else [],
+        )
+        for name, row in ROWS.items()
+    ],
+)
 def test_the_device_and_the_cpu_compute_equal_bits(compute, alone):
     expected = compute(torch.device("cpu"))
     with far_device():

@@ -340,7 +340,9 @@ def backend():
 
 
 @WIDTHS
-@pytest.mark.parametrize("block", [8, 64, 512])
+@pytest.mark.parametrize(
+    "block", [*(pytest.param(b, marks=pytest.mark.slow) for b in (8, 64)), 512]
+)
 def test_levels_equal_the_specification(width, block):
     for n in (0, 1, 8, 1027):
         for x in weights(n):
@@ -371,8 +373,8 @@ def plainly(call, *arguments, **named):
 
 
 @WIDTHS
-@pytest.mark.parametrize("block", [8, 512])
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("block", [8, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_sums_and_differences_of_messages_equal_the_specification(width, block, count, dispatched):
     for n in (0, 1, 3 * block + 5):
         rows = weights(n)

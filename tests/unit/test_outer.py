@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsync import ConfigurationError, simulate
+from sparsync import ConfigurationError, simulate, sparse
 from sparsync.averaging import LocalSgd
 from sparsync.errors import NonFiniteGradientError
 from sparsync.fields import sealed
@@ -438,7 +438,10 @@ def test_a_period_follows_the_drift_of_the_ranks():
     assert periods[:4] == [2, 4, 8, 8] and periods[4:] == [4, 2] + [2] * (len(louder) - 6)
 
 
-def test_drift_is_how_far_ranks_go_of_the_shared_weights():
+@pytest.mark.parametrize("run", [1, 3, 1 << 20])
+def test_drift_is_how_far_ranks_go_of_the_shared_weights(run, monkeypatch):
+    monkeypatch.setattr(sparse, "run_length", lambda like: run)
+
     async def program(comm):
         outer = adaptive(0.5, algorithm="dense")
         await outer.begin(comm, torch.full((4,), 2.0), 0)

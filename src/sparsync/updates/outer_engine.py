@@ -492,8 +492,7 @@ class OuterEngine(Stateful):
         # the distance is measured before weighing, because the drift is that of real steps
         distance = None
         if self.settings.rule is not None:
-            moved = self._began(fragment.span).sub_(self._weights.read(fragment.span))
-            distance = share_of(moved, self.memory["shared"], self.layout.end)
+            distance = self._distance()
         await self.contributions.weigh_(exchange, reducer)
         moves = [Moves(self, exchange, unit) for unit in fragment.units]
         try:
@@ -543,6 +542,21 @@ class OuterEngine(Stateful):
             # the exchange may be refused.
             made.sub_(kept, alpha=1 - self.settings.residual_decay)
         return made
+
+    def _distance(self) -> float:
+        """Return ``|moved|^2 / |shared|^2`` of this rank over the parameters, which are one fragment."""
+        # only parameters count: buffers and moments have other magnitudes, and are averaged anyway
+        whole = slice(0, self.layout.end)
+        norms = [
+            torch.linalg.vector_norm(vector)
+            # in runs, to save two copies of the model; the cosine transform needs whole units
+            for place in ([whole] if self.settings.dct else self._runs(whole))
+            for vector in (
+                self._began(place).sub_(self._weights.read(place)),
+                self.memory["shared"][place].to(self._weights_like.device),
+            )
+        ]
+        return share_of(*(torch.stack(these) for these in (norms[::2], norms[1::2])))
 
     def _pieces(self, exchange: Exchange, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
         """Yield tensors that form a part of the weights at the start of an exchange; see ``Weights``."""

@@ -95,10 +95,9 @@ def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def share_of(moved: Tensor, shared: Tensor, end: int) -> float:
-    """Return ``|moved|^2 / |shared|^2`` of a rank over the parameters, i.e. up to ``end``."""
-    # only parameters count: buffers and moments have other magnitudes, and are averaged anyway
-    far, whole = (float(torch.linalg.vector_norm(vector[:end])) for vector in (moved, shared))
+def share_of(moved: Tensor, shared: Tensor) -> float:
+    """Return ``|moved|^2 / |shared|^2`` of two vectors, which may be norms of parts."""
+    far, whole = (float(torch.linalg.vector_norm(vector)) for vector in (moved, shared))
     share = far / max(whole, sys.float_info.min) if far else 0.0
     return share * share  # Inf if the weights are near zero, which exceeds any limit
 

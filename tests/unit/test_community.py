@@ -184,6 +184,7 @@ def test_every_step_is_run_here_or_there_is_a_reason():
     assert all("${{" not in STEPS[name] for name in run_here)
 
 
+@pytest.mark.slow
 def test_the_pin_of_torch_becomes_the_installed_one(checkout):
     import torch
 
@@ -193,6 +194,7 @@ def test_the_pin_of_torch_becomes_the_installed_one(checkout):
     assert f"\ntorch=={torch.__version__}\n" in "\n" + file.read_text()
 
 
+@pytest.mark.slow
 def test_a_tag_must_be_the_version_and_have_a_date(checkout):
     step = STEPS["Compare the tag with the version"]
     init = checkout / "src" / "sparsync" / "__init__.py"
@@ -207,6 +209,7 @@ def test_a_tag_must_be_the_version_and_have_a_date(checkout):
     assert run(checkout, step, GITHUB_REF_NAME="v7.1.0").returncode == 0
 
 
+@pytest.mark.slow
 def test_the_last_release_is_the_highest_tag_or_else_the_merge_base(checkout):
     passes(checkout, "Find the last release")
     start = run(checkout, "git rev-parse HEAD").stdout.strip()

@@ -197,10 +197,7 @@ HANDLES = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("updates", "gradients") else pytest.mark.slow)
-        for name in HANDLES
-    ],
+    [pytest.param(name, marks=[] if name == "gradients" else pytest.mark.slow) for name in HANDLES],
 )
 def test_no_damaged_state_is_like_the_others(name):
     with HANDLES[name]() as sync:

@@ -126,6 +126,7 @@ def saved(tmp_path_factory):
     return model, folder / "test.svm", labels[300:]
 
 
+@pytest.mark.slow
 def test_a_saved_model_predicts_the_labels_of_other_rows(command, saved, tmp_path):
     model, rows, labels = saved
     code, out, err = command("linear", "--predict", model, "--data", rows)

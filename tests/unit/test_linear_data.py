@@ -215,6 +215,7 @@ def test_positive_says_which_labels_are_plus_one(write, labels, positive, signs)
     assert load_shard(path, positive=positive).labels.tolist() == signs
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_read_the_same(write):
     path = write("rows.svm", lines(400))
     expected, labels = load_all(write("alone.svm", lines(400)), 4)

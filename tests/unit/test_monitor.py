@@ -178,6 +178,7 @@ def test_a_writer_of_tensorboard_gets_every_number_and_stays_open():
     assert writer.flushed == 1
 
 
+@pytest.mark.slow
 def test_a_run_of_weights_and_biases_gets_the_numbers_with_the_users(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -46,7 +46,10 @@ COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=[pytest.mark.slow] if c == "linear" else []) for c in COMMANDS],
+)
 def test_every_table_of_a_command_fits_80_columns(command, monkeypatch, capsys):
     from sparsync.cli import app
 

@@ -1,5 +1,7 @@
 """Test that the library works without POSIX features, and that local ranks fail with a hint at WSL2."""
 
+import pytest
+
 from tests.fresh import run_python
 
 # import other modules first, so that only this library's code misses the removed features
@@ -54,6 +56,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_library_imports_and_reduces_without_posix():
     process = run_python(TAKEN_AWAY + USED)
     assert process.returncode == 0, process.stderr
@@ -63,6 +66,7 @@ def command(*words):
     return run_python(f"{TAKEN_AWAY}\nWORDS = {words!r}\n{COMMAND}")
 
 
+@pytest.mark.slow
 def test_commands_that_simulate_work_without_posix():
     process = command("bench", "--ranks", "4", "--size", "10000", "--collectives", "budgeted")
     assert process.returncode == 0, process.stderr

@@ -86,7 +86,10 @@ def averaged(row, **more):
 def test_allreduce_averages_what_all_ranks_did():
     run = averaged("Allreduce-SGD")
     assert run.final.tolist() == [25.0]  # ten steps of (1 + 2 + 3 + 4) / 4
-    assert [look.item() for _, look in run.looks] == [5.0, 10.0, 15.0, 20.0, 25.0]
+    assert [[own.item() for own in look] for _, look in run.looks] == [
+        4 * [value] for value in (5.0, 10.0, 15.0, 20.0, 25.0)
+    ]
+    assert [own.item() for own in run.own] == [2.5, 5.0, 7.5, 10.0]  # after a step, two, ...
     times = [seconds for seconds, _ in run.looks]
     assert times == sorted(times) and times[-1] == pytest.approx(10 * run.seconds)
     assert run.seconds >= COMPUTE + LATE.second

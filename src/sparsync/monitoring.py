@@ -77,7 +77,8 @@ class Monitor:
         Call this before the ledger opens the next step.  ``residuals`` are those after the step,
         with None for zeros.
         """
-        selected = [self.selected[unit] for unit in range(len(reduced))]
+        # after a load in the middle of a step, only those of the fragments that were still missing
+        selected = [self.selected[unit] for unit in sorted(self.selected)] if reduced else []
         self.selected.clear()
         if self._sink is None:
             return

@@ -116,12 +116,13 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     ``carries``, the scheduler is carried; with ``handles``, a handler of SIGTERM that is set after
     attach exits with code 7; ``pauses`` states where the replica pauses after contributing to some
     steps; ``algorithm`` and ``density`` are those of gradients; with ``in_turn``, each layer has an
-    optimizer, and these step in turn.
+    optimizer, and these step in turn; with ``spoils``, replica 0 makes all refuse every other exchange
+    while another joins, which arrives in one of these.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
     pauses, contributions = options.pop("pauses", ""), 0
     algorithm, density = options.pop("algorithm", None), options.pop("density", 0.1)
-    in_turn = options.pop("in_turn", False)
+    in_turn, spoils = options.pop("in_turn", False), options.pop("spoils", False)
     at_once = catch_up.fetch
 
     def fetch_late(source, timeout, since, stop):
@@ -131,6 +132,9 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
 
     if late:
         catch_up.fetch = fetch_late
+    if spoils:
+        done = catch_up.CatchUp.done.fget
+        catch_up.CatchUp.done = property(lambda its: done(its) and sync.reducer.step % 2 == 0)
     torch.set_num_threads(1)
     if seat is not None:
         seat.enter()
@@ -176,6 +180,9 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         step = sync.steps
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True).tanh())
         loss.backward()
+        joins = spoils and number == 0 and sync.membership.attendance.members.fetching
+        if joins and sync.reducer.step % 2 == 0:  # never two in a row, which would end the job
+            model[0].weight.grad[0, 0] = torch.nan
         average = [torch.zeros(p.numel()) if p.grad is None else p.grad for p in model.parameters()]
         average = torch.cat([one.flatten() for one in average])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

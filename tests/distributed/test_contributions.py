@@ -48,6 +48,19 @@ def alone():
 
 
 @on_ranks(3)
+def test_a_finish_before_the_first_step_decides_nothing():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with sparsync.attach(net, optimizer) as sync:
+        sync.finish()  # e.g. to evaluate the start
+        loss_of(net, 0, dist.get_rank()).backward()
+        sync.contribute(samples=ROWS[0][dist.get_rank()])
+        optimizer.step()
+        sync.finish()
+        assert sync.outer.contributions.weighs
+
+
+@on_ranks(3)
 @pytest.mark.parametrize("wrap", [model, ddp_model])
 def test_ranks_weigh_what_they_have_seen(wrap):
     """Weighted training equals one process that sees all data; without ``contribute``, it is far off."""

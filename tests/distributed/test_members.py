@@ -187,6 +187,14 @@ def test_a_replica_catches_up_where_optimizers_step_in_turn(job):
     run.finish()
 
 
+def test_a_replica_arrives_in_an_exchange_that_all_refuse(job):
+    run = job(2, outer={"period": 1}, spoils=True)
+    run.all_contribute([0, 1])
+    run.start(2, seed=5)
+    run.all_contribute([2])
+    run.finish()
+
+
 @pytest.mark.parametrize("way", ["gloo", "keys"])
 def test_a_killed_replica_returns_over_gloo_and_encrypted(job, way, tmp_path):
     make_curve_keys(tmp_path, 3)

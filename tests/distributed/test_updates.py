@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync import dense_or_updates
@@ -38,6 +39,57 @@ def test_different_initial_weights_are_named():
     local = OuterAverager(model(seed=dist.get_rank() % 2), period=1)
     with refused("the initial values of", error=PeerError):
         local.step()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("wrap", [torch.nn.Sequential, DistributedDataParallel])
+def test_buffers_that_differ_before_attach_become_those_of_rank_0(wrap, folder):
+    """They are equal at the end, and in checkpoints."""
+    net = torch.nn.Sequential(model(), torch.nn.BatchNorm1d(5))
+    net, draw = wrap(net), torch.Generator().manual_seed(dist.get_rank())
+    with torch.no_grad():  # DDP would have made them equal before its next forward pass
+        net(torch.randn(8, 20, generator=draw))
+    optimizer = adam(net)
+    with sparsync.attach(net, optimizer) as sync:
+        assert same_everywhere(sync.outer.memory["shared"])
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(8, 20, generator=draw)).square().sum().backward()
+            optimizer.step()
+        sparsync.save(sync, folder)
+        sparsync.load(sync, folder)
+        sync.finish()
+    for tensor in net.state_dict().values():
+        assert same_everywhere(tensor)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("residual", ["apart", "weights"])
+def test_a_finish_that_delivers_nothing_loses_nothing(residual):
+    """One rank's weights are broken; what the others have withheld arrives later."""
+    net = torch.nn.Linear(64, 8, bias=False)
+    torch.nn.init.ones_(net.weight)
+    optimizer, draw = (
+        torch.optim.SGD(net.parameters(), lr=1.0),
+        torch.Generator().manual_seed(dist.get_rank()),
+    )
+    outer = OuterStep(algorithm="allgather", density=0.05, period=1, residual=residual)
+    moved = torch.zeros(8, 64)
+    with sparsync.attach(net, optimizer, outer) as sync:
+        for _ in range(3):
+            net.weight.grad = torch.randn(8, 64, generator=draw)
+            moved -= net.weight.grad
+            optimizer.step()
+        if dist.get_rank() == 1:
+            torch.nn.init.constant_(net.weight, torch.nan)
+        sync.finish()
+        assert same_everywhere(net.weight.detach())
+        state = sync.state_dict()
+        sync.load_state_dict(state)  # a factor of 0 on residuals is no damage
+        net.weight.grad = torch.zeros(8, 64)
+        optimizer.step()
+        sync.finish()
+    assert torch.allclose(net.weight, 1 + sum(gathered(moved)) / 2, atol=1e-5)
 
 
 @on_ranks(3)

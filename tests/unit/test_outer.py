@@ -308,6 +308,17 @@ def test_what_is_under_way_is_saved(reload_at):
     assert torch.equal(on_all_ranks(make, 11, reload_at=reload_at), through)
 
 
+@pytest.mark.parametrize("reload_at", [4, 5, 6, 7])
+def test_a_state_between_two_fragments_continues_bit_for_bit(reload_at):
+    """The random bits of rounding depend on the number of the step that all fragments share."""
+
+    def make():
+        return divided(fragments=2, algorithm=sparseloco(), density=0.1)
+
+    through = on_all_ranks(make, 13)
+    assert torch.equal(on_all_ranks(make, 13, reload_at=reload_at), through)
+
+
 @pytest.mark.parametrize("residual_in", ["apart", "weights"])
 def test_nan_under_way_brings_all_fragments_back(residual_in):
     def make():

@@ -239,6 +239,9 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
     begun |= {"broken": False}
     same = ("steps", "state", "sent", "present_period", "groups", "scaler", "left_out")
     common = {key: donor[key] for key in same if key in donor}
+    counted = template["contributions"]
+    if counted["weighs"] is None and donor["contributions"]["weighs"]:
+        common["contributions"] = {**counted, "weighs": True}
     return at, {**template, **common, **begun, "under_way": []}
 
 

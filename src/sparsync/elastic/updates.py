@@ -292,6 +292,7 @@ class PresentUpdateRanks(UpdateRanks):
                 one.load_state_dict(its)
         if not self.membership.left:
             self._weights.write(_EVERYTHING, self.outer.memory["shared"])
+            self.outer.hide_residuals(range(1))
 
     def _conclude(self) -> None:
         """Exchange everything left."""
@@ -414,7 +415,9 @@ class PresentUpdateRanks(UpdateRanks):
             averages = attendance.commit()
         except NonFiniteGradientError:
             reducer.skip()
-            attendance.close(step, applied=False)
+            # the refusal returns all ranks to the shared weights, which this one may have by now
+            if attendance.close(step, applied=False):
+                self._arrive(step)
             return None
         for average, delta in zip(averages, deltas, strict=True):
             average.write_to_(delta)

@@ -15,7 +15,7 @@ Where updates are exchanged, the move of the weights takes the place of the grad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -99,7 +99,8 @@ class Reducer:
         self.notice = ""  # a message for the user, to be shown once
         self.reduced: dict[int, Reduced] = {}  # results of the open step, by unit
         self._later: dict[int, DenseVector] = {}  # accumulated gradients computed in runs, by unit
-        self._committed: dict[int, Reduced] = {}  # results already applied, by unit
+        # results already applied, by unit; None if they were applied before a state was saved
+        self._committed: dict[int, Reduced | None] = {}
         self.lost: list[Vector] = []  # rounding errors of the last step that no rank keeps
         self.open()
 
@@ -124,6 +125,15 @@ class Reducer:
     def move_to(self, comm: Communicator) -> None:
         """Exchange over another communicator of the same ranks, e.g. in a new simulation."""
         self.comm = comm
+
+    @property
+    def committed(self) -> list[int]:
+        """The units of the open step that are committed: those of fragments already exchanged."""
+        return sorted(self._committed)
+
+    def resume_committed(self, units: Iterable[int]) -> None:
+        """Continue in the middle of a saved step, in which these units are committed."""
+        self._committed = dict.fromkeys(units)
 
     def resume(self, step: int, skipped: int) -> None:
         """Continue with other counts, e.g. of a saved state; call ``open`` next to plan the step."""
@@ -249,7 +259,8 @@ class Reducer:
         # fragments of an exchange of updates are committed one by one; the last one closes the step
         if len(self._committed) < len(self.units):
             return totals
-        everything = [self._committed[unit] for unit in range(len(self.units))]
+        # in order; without those of before a saved state, since fragments have no corrector
+        everything = [result for _, result in sorted(self._committed.items()) if result is not None]
         if self.corrector:
             with self.comm.stage("mask"):
                 self.corrector.retain([result.delivered for result in everything])

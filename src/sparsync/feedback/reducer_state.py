@@ -65,7 +65,8 @@ _FIELDS: Final = Fields(
         # None: reset by a resharding
         "selectors": list | tuple | None,
         "collectives": list | tuple | None,
-    }
+    },
+    {"committed": Sequence[int]},
 )
 
 
@@ -75,7 +76,10 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
     # to other ranks and shards
     corrector = reducer.corrector
     moving = corrector.velocities if corrector and _momentum(reducer) else []
+    # a step of several fragments may be open, and its end determines the next step's number
+    committed = {"committed": reducer.committed} if reducer.committed else {}
     return {
+        **committed,
         "algorithm": reducer.algorithm.name,
         "rank": reducer.comm.rank,
         "world_size": reducer.comm.world_size,
@@ -119,6 +123,7 @@ class ParsedState:
         """Return the facts that must be equal on all ranks, by name."""
         saved, units = self.saved, len(self.residuals)
         counts = [saved["step"], saved["skipped"], float(saved["scale"]), self.shares]
+        counts += saved.get("committed", ())
         return {
             "its collectives": [*counts, *self.parts[units:]],
             # None stands for zeros: no rank has withheld an entry
@@ -193,6 +198,7 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     # rescaling comes last, because residuals, velocities and keys must all have the saved scale first
     if not keep_scale:
         rescale_(reducer, wanted)
+    reducer.resume_committed(saved.get("committed", ()))
 
 
 async def restore_reducer(
@@ -277,6 +283,11 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
     for name, value in expected.items():
         cure = cures.get(name, "load each rank's own state into the same set-up")
         check_saved(state[name], Exactly(value), f"{_NAME}['{name}']", cure)
+    committed = state.get("committed", [])
+    if sorted(set(committed)) != list(committed) or not set(committed) < {
+        *range(len(reducer.units))
+    }:
+        raise _misfit("committed units", committed, f"some of {len(reducer.units)}, in order")
 
 
 def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:

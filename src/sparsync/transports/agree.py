@@ -22,6 +22,7 @@ __all__ = [
     "check_equal_parameters",
     "digest",
     "divergences",
+    "equalise_",
     "heal_",
     "on_all_or_none",
     "tell",
@@ -329,18 +330,33 @@ async def heal_(
     Cost: the lowest rank of the majority sends each healed rank one message with the tensor.
     """
     for each in torn:
-        tensor, source = tensors[each.name].detach(), each.majority[0]
-        if comm.rank == source:
-            payload = bytes_of(tensor)
-            sending = [comm.isend(payload, rank, "heal", Raw("value")) for rank in each.minority]
-            for operation in sending:
-                await operation
-        elif comm.rank in each.minority:
-            nbytes = tensor.numel() * tensor.element_size()
-            payload = await comm.irecv(source, nbytes, "heal", Raw("value"))
-            # a clone starts at offset 0, as ``view`` requires; a received payload may start at any byte
-            values = payload.clone().view(tensor.dtype)
-            tensor.copy_(values.view(tensor.shape))
+        await _copy_(comm, tensors[each.name].detach(), each.majority[0], each.minority)
+
+
+async def equalise_(comm: Communicator, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Overwrite tensors in place with rank 0's where they differ; return their names.
+
+    Cost: that of ``divergences``; rank 0 sends one message per rank and tensor that differs from its own.
+    """
+    torn = await divergences(comm, tensors)
+    for each in torn:
+        others = [rank for group in each.groups if 0 not in group for rank in group]
+        await _copy_(comm, tensors[each.name].detach(), 0, others)
+    return [each.name for each in torn]
+
+
+async def _copy_(comm: Communicator, tensor: Tensor, source: int, others: Sequence[int]) -> None:
+    if comm.rank == source:
+        payload = bytes_of(tensor)
+        sending = [comm.isend(payload, rank, "heal", Raw("value")) for rank in others]
+        for operation in sending:
+            await operation
+    elif comm.rank in others:
+        nbytes = tensor.numel() * tensor.element_size()
+        payload = await comm.irecv(source, nbytes, "heal", Raw("value"))
+        # a clone starts at offset 0, as ``view`` requires; a received payload may start at any byte
+        values = payload.clone().view(tensor.dtype)
+        tensor.copy_(values.view(tensor.shape))
 
 
 def _groups(column: Sequence[int]) -> tuple[tuple[int, ...], ...]:

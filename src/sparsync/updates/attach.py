@@ -18,7 +18,7 @@ from sparsync.gradients.ddp import check_ddp
 from sparsync.gradients.hierarchy import Node
 from sparsync.handle import make_engine
 from sparsync.options import Compression, Options
-from sparsync.transports.agree import agree, check_equal_parameters
+from sparsync.transports.agree import agree, check_equal_parameters, equalise_
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
 from sparsync.units import local_of, output_parameters
@@ -152,6 +152,11 @@ def attach_updates(
     try:
         # a replica of several ranks would have to agree on one count before it is weighed
         several = consensus is not None and consensus.parts.world_size > 1
+        # as DDP does, whose own broadcast ends here: statistics differ after a forward pass, and only
+        # moves are exchanged; before the engine reads the shared vector
+        if buffers := weights.exchanged_buffers():
+            for comm in [reducer.comm] if node is None else [node.comm, reducer.comm]:
+                run(equalise_(comm, buffers))
         countable = node is None and not several
         carrier = Carrier(make_engine(reducer, groups, consensus), weights.device)
         running = OuterEngine(

@@ -52,7 +52,8 @@ class Contributions:
     afterwards would save a round.  But undelivered mass would then be divided by the counts of the
     period in which it is delivered: after a short last batch, it could count ten times.)
 
-    The first exchange determines whether any rank counts; if none does, no more counts are sent.
+    The first exchange determines whether any rank counts; if none does, no more counts are sent.  A
+    ``finish`` before it determines nothing, unless a rank has counted.
 
     A weight above 1 makes a residual larger than the rank's own steps.  If the rank's own weights
     include the residual (``residual="weights"``), the residual is divided by the weight there, so the
@@ -64,7 +65,8 @@ class Contributions:
     Attributes:
         weighs: whether ranks count; None if not known yet.
         ranks: as in ``Weight``, from the last exchange in which any rank had seen data.
-        shown: by fragment, the factor on the residual in this rank's own weights.
+        shown: by fragment, the factor on the residual in this rank's own weights; 0 after a ``finish``
+            that could not deliver the residual.
     """
 
     def __init__(self, *, weighs: bool | None = False) -> None:
@@ -120,8 +122,12 @@ class Contributions:
         """Forget the counts of steps that were undone."""
         self._sent = [self._total] * len(self._sent)
 
-    async def weigh(self, seen: Sequence[float], reducer: Reducer) -> list[Weight]:
+    async def weigh(
+        self, seen: Sequence[float], reducer: Reducer, *, decides: bool = True
+    ) -> list[Weight]:
         """Return the weights of fragments; this is collective.
+
+        With ``decides``, no rank counts from now on if none has counted yet.
 
         Raises:
             PeerError: ranks count different units.
@@ -143,7 +149,7 @@ class Contributions:
                 f"contribute(): ranks count {' and '.join(_KINDS[kind] for kind in counted)}; count the "
                 "same on all of them"
             )
-        if self.weighs is None:
+        if self.weighs is None and (counted or decides):
             self.weighs = bool(counted)  # all ranks see the same counts, so they decide alike
         if not self.weighs:
             return [Weight(1.0, reducer.comm.world_size)] * len(seen)
@@ -157,7 +163,8 @@ class Contributions:
 
     async def weigh_all(self, reducer: Reducer) -> list[Weight]:
         """Return the weights of all fragments, and restart their counts from 0."""
-        return await self.weigh([self.take(part) for part in range(len(self._sent))], reducer)
+        seen = [self.take(part) for part in range(len(self._sent))]
+        return await self.weigh(seen, reducer, decides=False)
 
     def applied(self, exchange: Exchange) -> bool:
         """Record an exchange that is applied; return whether any rank had seen data."""
@@ -193,7 +200,7 @@ def contributions_kind(fragments: int, state: Any) -> Kind:
             "total": Number(0),
             "sent": Each((counted,) * fragments),
             "ranks": Common(Number(0)),
-            "shown": Each((Number(_LEAST_SHOWN, 1),) * fragments),
+            "shown": Each((Either((Exactly(0.0), Number(_LEAST_SHOWN, 1))),) * fragments),
         }
     )
 

@@ -359,6 +359,7 @@ class OuterEngine(Stateful):
         finite = not self._on_any_part(not finite)
         # the cosine transform needs whole units
         most = shared.numel() if self.settings.dct else _FINISHED
+        kept = set() if finite else set(self._part_of.values())
         for place in self._runs(slice(0, shared.numel()), most) if finite else ():
             missing = self._missing(place, weights)
             try:
@@ -366,10 +367,14 @@ class OuterEngine(Stateful):
             except BaseException:
                 reducer.fail()
                 raise
-            if is_finite(average):  # otherwise finite addends have overflowed, on all ranks alike
-                shared[place] = self._stepped(average, place, 0.0, self.lr())
-                for unit, at, _ in self.layout.units_at(place):
-                    reducer.residuals[unit].clear(at)
+            units = list(self.layout.units_at(place))
+            if not is_finite(average):  # finite addends have overflowed, on all ranks alike
+                kept |= {self._part_of[unit] for unit, *_ in units}
+                continue
+            shared[place] = self._stepped(average, place, 0.0, self.lr())
+            for unit, at, _ in units:
+                reducer.residuals[unit].clear(at)
+        self.hide_residuals(kept)
         self._weights.reshard()
         for place in self._runs(slice(0, shared.numel())):
             self._weights.write(place, shared[place])
@@ -378,12 +383,18 @@ class OuterEngine(Stateful):
         if finite:
             self._on_any_part(False)
 
+    def hide_residuals(self, parts: Iterable[int]) -> None:
+        """Note that the weights are the shared ones, although fragments have residuals left."""
+        for part in parts if self.settings.residual == "weights" else ():
+            self.contributions.shown[part] = 0.0
+
     def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
         """Return the difference between the shared and this rank's weights, on a part of the vector."""
         # If the weights include the residual, this is a plain subtraction; otherwise it is the
         # moves since the last exchange plus the residual.  Weighed updates always need the second
         # form, because only the moves get a weight.
-        if self.settings.residual == "weights" and not self.contributions.weighs:
+        whole = self.settings.residual == "weights" and set(self.contributions.shown) == {1.0}
+        if whole and not self.contributions.weighs:
             return self._shared(place).sub_(self._weights.read(place))
         moved = self._began(place).sub_(self._weights.read(place))
         for unit, _, here in self.layout.units_at(place):

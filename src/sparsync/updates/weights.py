@@ -136,6 +136,10 @@ class ModelWeights(Weights):
         left_out = self.left_out if left_out is None else left_out
         return [*self.trained, *(name for name in self.buffers if name not in left_out)]
 
+    def exchanged_buffers(self) -> dict[str, Tensor]:
+        """Return the exchanged buffers by name."""
+        return {name: self._tensor(name) for name in self.buffers if name not in self.left_out}
+
     def average_over(self, ranks: float) -> None:
         """Set the number of ranks that average noise away; see ``Weight``."""
         self.ranks = ranks

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.algorithm import Algorithm, check_density, default_density
 from sparsync.console import say
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.names import parameters_of, suggestion
 from sparsync.options import Compression, Monitoring, Options, Transport, disabled
 
@@ -163,6 +163,16 @@ def attach(
         model = inner
     # These checks precede the first message: each rank finds these errors alone, while no peer
     # waits.
+    require(
+        isinstance(model, nn.Module),
+        f"attach was given {type(model).__name__} as the model; call attach(model, optimizer), with a "
+        "torch.nn.Module first",
+    )
+    require(
+        not torch.is_inference_mode_enabled(),
+        "attach was called within torch.inference_mode(), whose tensors no step can update; call it "
+        "outside",
+    )
     check_outermost(model)
     check_unattached(model)
     if isinstance(model, DistributedDataParallel):

@@ -14,7 +14,7 @@ from torch.optim import optimizer as hooks
 
 from sparsync.accepted_optimizers import holds
 from sparsync.errors import ConfigurationError
-from sparsync.handle import Hook
+from sparsync.handle import CommHook, Hook
 
 __all__ = [
     "Guard",
@@ -117,7 +117,9 @@ def check_unattached(model: nn.Module) -> None:
         ConfigurationError: a parameter is exchanged already; the message names the first one.
     """
     if isinstance(model, DistributedDataParallel):
-        return  # ``check_ddp`` sees its communication hook
+        if model._comm_hooks and CommHook.closed_of(model) is None:
+            return  # ``check_ddp`` says so
+        model = model.module  # which may share parameters with another model
     exchanged = exchanged_updates()
     for name, parameter in model.named_parameters():
         what = "gradient" if gradient_hooks(parameter) else ""

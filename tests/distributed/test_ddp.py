@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import sparsync
 from sparsync import Correction
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import PeerError
@@ -21,6 +23,7 @@ from .small_model import (
     all_refuse_what_is_not_finite,
     attach,
     attached,
+    backward,
     batch,
     ddp_model,
     flat,
@@ -28,6 +31,26 @@ from .small_model import (
     resumes_exactly,
     train,
 )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["DDP", "plain"])
+def test_what_is_withheld_of_a_layer_does_not_move_it_once_it_is_frozen(kind):
+    """Momentum and decay move every parameter that has a gradient."""
+    net = model()
+    wrapped = net if kind == "plain" else DistributedDataParallel(net, find_unused_parameters=True)
+    where = {"replicate": dist.group.WORLD} if kind == "plain" else {}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    with sparsync.attach(wrapped, optimizer, density=0.05, **where):
+        for step in range(20):
+            if step == 10:
+                net[0].requires_grad_(False)
+                before = net[0].weight.clone()
+            optimizer.zero_grad()
+            backward(wrapped, step)
+            optimizer.step()
+    assert torch.equal(net[0].weight, before)
+    assert not torch.equal(net[2].weight, model()[2].weight)
 
 
 @on_ranks(3)

@@ -63,6 +63,198 @@ def test_buffers_that_differ_before_attach_become_those_of_rank_0(wrap, folder):
         assert same_everywhere(tensor)
 
 
+class Changing(torch.nn.Module):
+    """A model that writes to much that no optimizer trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = model()
+        self.average = copy.deepcopy(self.base).requires_grad_(False)
+        self.register_buffer("unsaved", torch.zeros(20), persistent=False)
+        self.register_buffer("count", torch.zeros(20, dtype=torch.long))
+        self.register_buffer("grows", torch.empty(0))
+
+    def forward(self, x):
+        if self.training:
+            if not self.grows.numel():
+                self.grows = torch.zeros(20)
+                self.register_buffer("late", torch.zeros(20))
+            for buffer in (self.unsaved, self.grows, self.late):
+                buffer.lerp_(x.mean(0), 0.1)
+            self.count += (x > 0).sum(0)
+            with torch.no_grad():
+                for mean, own in zip(
+                    self.average.parameters(), self.base.parameters(), strict=True
+                ):
+                    mean.lerp_(own, 0.1)
+        return self.base(x)
+
+
+@on_ranks(3)
+def test_what_models_change_themselves_is_that_of_rank_0_at_the_end():
+    """As plain DDP makes it, before every forward pass."""
+    net = DistributedDataParallel(Changing())
+    with sparsync.attach(net, adam(net)) as sync:
+        for step in range(4):
+            step_of(net, sync.outer.optimizers[0], step)
+        first = net.module.count.clone()
+        assert not same_everywhere(first)
+        sync.finish()
+        mine = [*net.module.parameters(), *net.module.buffers()]
+        assert all(same_everywhere(tensor.detach()) for tensor in mine)
+        assert dist.get_rank() or torch.equal(net.module.count, first)
+
+
+@on_ranks(3)
+def test_buffers_that_ddp_ignores_stay_local():
+    net = torch.nn.Sequential(model(), torch.nn.BatchNorm1d(5))
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(net, ["1.running_mean", "1.num_batches_tracked"])
+    ddp = DistributedDataParallel(net)
+    with sparsync.attach(ddp, adam(ddp)) as sync:
+        step_of(ddp, sync.outer.optimizers[0], 0)
+        sync.finish()
+    assert same_everywhere(net[1].running_var) and not same_everywhere(net[1].running_mean)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("exchange", ["updates", "gradients"])
+def test_frozen_parameters_are_compared_too(exchange):
+    """Nobody else compares those of a plain module: e.g. a LoRA's base without a seed."""
+    net = model()
+    net[0].requires_grad_(False).weight.data += dist.get_rank()
+    optimizer = torch.optim.SGD(net[2:].parameters(), lr=0.1)
+    where = {} if exchange == "updates" else {"replicate": dist.group.WORLD}
+    with refused("ranks disagree on parameter 0.weight", error=PeerError):
+        sync = sparsync.attach(net, optimizer, exchange=exchange, **where)
+        with sync:
+            step_of(net, optimizer, 0)
+
+
+@on_ranks(2)
+def test_a_buffer_that_is_removed_is_named():
+    net = torch.nn.Sequential(model(), torch.nn.BatchNorm1d(5))
+    optimizer = adam(net)
+    with sparsync.attach(net, optimizer):
+        net[1].running_mean = None
+        net[1].running_var = None
+        with refused("buffer '1.running_mean'", "removed"):
+            step_of(net, optimizer, 0)
+
+
+@on_ranks(2)
+def test_a_parameter_of_two_models_is_exchanged_once():
+    shared = model()
+    one, other = (DistributedDataParallel(torch.nn.Sequential(shared)) for _ in range(2))
+    with (
+        sparsync.attach(one, adam(one), exchange="updates"),
+        refused("the update of '0.0.weight' is exchanged already"),
+    ):
+        sparsync.attach(other, adam(other), exchange="updates")
+
+
+@on_ranks(2)
+def test_weights_loaded_before_the_first_step_are_the_shared_ones(folder):
+    """They are evaluated, saved and resumed; ranks that load others are refused at ``finish``."""
+    loaded, ends = model(seed=5), []
+    for resumes in (False, True):
+        net = model()
+        optimizer = adam(net)
+        with sparsync.attach(net, optimizer) as sync:
+            if resumes:
+                sparsync.load(sync, folder)
+            else:
+                net.load_state_dict(loaded.state_dict())
+                assert torch.equal(shared_of(sync, net), flat(loaded))
+                sparsync.save(sync, folder)
+            for step in range(3):
+                step_of(net, optimizer, step)
+            ends += [flat(net), shared_of(sync, net)]
+            sync.finish()
+    assert all(map(torch.equal, ends[:2], ends[2:]))
+    with sparsync.attach(net, adam(net)) as sync:
+        net.load_state_dict(model(seed=5 + dist.get_rank()).state_dict())
+        with refused("the weights that were loaded after attach", error=PeerError):
+            sync.finish()
+
+
+@on_ranks(2)
+def test_replaced_weights_are_refused_after_an_evaluation_too():
+    net = model()
+    optimizer = adam(net)
+    sync = sparsync.attach(net, optimizer)
+    step_of(net, optimizer, 0)
+    net.load_state_dict(model(seed=5).state_dict())
+    with sync.shared():
+        net(torch.zeros(1, 20))
+    with refused("the weights were replaced since the last step"):
+        step_of(net, optimizer, 1)
+    sync.close()
+
+
+class Accumulating(torch.optim.AdamW):
+    """Steps on every second call, and drops the gradients then."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            super().step(closure)
+            self.zero_grad()
+
+
+@on_ranks(3)
+def test_a_subclass_that_steps_on_some_calls_is_corrected_on_these():
+    net = model()
+    optimizer = Accumulating(net.parameters(), lr=0.01)
+    outer = OuterStep(**{**ONE_BIT, "algorithm": "dense", "density": 1.0, "period": 1})
+    with sparsync.attach(net, optimizer, outer) as sync:
+        for step in range(12):
+            backward(net, step)
+            before = shared_of(sync, net)
+            optimizer.step()
+            assert torch.equal(shared_of(sync, net), before) == (step % 2 == 0)
+        shares = sync._weights.noise.shares
+        assert all(shares[parameter] < 1 for parameter in net.parameters())
+
+
+@on_ranks(3)
+def test_gradients_dropped_after_each_of_several_optimizers_are_sampled():
+    net = model()
+    several = [adam(net[0]), adam(net[2:])]
+    with sparsync.attach(net, several) as sync:
+        for step in range(12):
+            backward(net, step)
+            for optimizer in several:
+                optimizer.step()
+                optimizer.zero_grad()
+        shares = sync._weights.noise.shares
+        assert all(shares[parameter] < 1 for parameter in net.parameters())
+
+
+class Momentless(torch.optim.AdamW):
+    """Has nothing in common with AdamW but the class."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("m", torch.zeros_like(parameter))
+                parameter -= group["lr"] * parameter.grad.sign()
+
+
+@on_ranks(2)
+def test_a_subclass_without_adams_moments_trains():
+    net = model()
+    optimizer = Momentless(net.parameters(), lr=0.01)
+    with sparsync.attach(net, optimizer) as sync:
+        for step in range(4):
+            step_of(net, optimizer, step)
+        sync.finish()
+    assert same_everywhere(flat(net))
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("residual", ["apart", "weights"])
 def test_a_finish_that_delivers_nothing_loses_nothing(residual):

@@ -100,7 +100,8 @@ def test_unused(column):
 @practice(
     "frozen after the start, all or some",
     attach="works. All at once (as GANs do in turns), or some with `find_unused_parameters=True`. "
-    "Otherwise, the next forward pass is refused, because DDP would wait for the gradients.",
+    "Otherwise, the next forward pass is refused, because DDP would wait for the gradients. A frozen "
+    "layer stays where it is: what was withheld of its gradients is dropped.",
     updates="works. As with `attach`, but DDP itself refuses, one step later. Undelivered changes "
     "in the weights are still delivered.",
     local="works. The residual of a frozen parameter is still delivered.",
@@ -297,8 +298,10 @@ def test_functional_call(column):
 @practice(
     "BatchNorm's buffers",
     attach="works. DDP broadcasts rank 0's buffers before every forward pass.",
-    updates="works. Averaged with the exchanges, while DDP's own broadcast is off; with "
-    "`DDP(broadcast_buffers=False)` they stay local.",
+    updates="works. Rank 0's at `attach`, then averaged with the exchanges, while DDP's own broadcast is "
+    "off; with `DDP(broadcast_buffers=False)` they stay local. Buffers of integers or that are not saved, "
+    "and frozen parameters that the model writes itself, are each rank's own until `finish()` makes them "
+    "rank 0's.",
     UpdateSpace="works. They stay local.",
     averaging="works. Averaged or local, according to `buffers=`. "
     "(tests/unit/test_averager.py::test_buffers_follow_their_rule)",

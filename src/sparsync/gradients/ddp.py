@@ -383,6 +383,10 @@ def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
     The delivered mass has already left the residuals, so it would be lost if it were dropped here.
     """
     for parameter, average in averages:
+        if not parameter.requires_grad:
+            # frozen since: with a gradient, momentum and decay would move it; what was withheld of it
+            # is dropped
+            continue
         average = average.view(parameter.shape)
         # zeros stay None, as in plain DDP, so optimizers skip a parameter that received nothing
         if parameter.grad is None and bool(average.any()):

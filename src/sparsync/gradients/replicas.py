@@ -353,7 +353,9 @@ class ParameterSource(Source):
         try:
             if steps.settle(this, finished):
                 for name in this.taken.keys() & self._parts.used:
-                    self._parameters[name].grad = this.taken[name]
+                    # not to one that was frozen since, which momentum and decay would then move
+                    if (parameter := self._parameters[name]).requires_grad:
+                        parameter.grad = this.taken[name]
         finally:
             if finished.done():  # otherwise the wait was broken off, and the engine still writes
                 this.taken.clear()
@@ -365,7 +367,10 @@ class ParameterSource(Source):
         self._compared, reducer = True, self._steps.reducer
         # a loaded handle continues from a later step
         if not reducer.step + reducer.skipped:
-            named = [(name, local_of(weights)) for name, weights in self._parameters.items()]
+            model = self._model()
+            # frozen ones as well, e.g. of the model below a LoRA
+            frozen = {} if model is None else dict(model.named_parameters())
+            named = [(name, local_of(p)) for name, p in {**frozen, **self._parameters}.items()]
             await check_equal_parameters(reducer.channel("weights"), named)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import re
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,9 @@ _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
 _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+
+# seconds in which gloo's threads certainly release the tensors of a finished call
+_RELEASED: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,9 @@ def destroy_process_group() -> None:
     this function collects references in cycles; keep no other reference to the group yourself.
     """
     dist.destroy_process_group()
+    # If a DDP model has the last reference, its destructor (torch 2.13) joins these threads without
+    # releasing the interpreter, for which they may still be waiting: both would wait for ever.
+    time.sleep(_RELEASED)
     gc.collect()
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.accepted_optimizers import held_by
 from sparsync.algorithm import LARGE, Algorithm, default_bits
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.step import Proposal
 from sparsync.gradients.ddp import check_ddp
 from sparsync.gradients.hierarchy import Node
@@ -95,6 +95,10 @@ def attach_updates(
     advises: bool = False,
 ) -> UpdateSync:
     """Exchange updates; see ``attach``.  With ``advises``, tell the user if plain DDP would be faster."""
+    require(
+        dist.is_initialized(),
+        "torch.distributed is not initialised; call torch.distributed.init_process_group() before attach",
+    )
     ddp = model if isinstance(model, DistributedDataParallel) else None
     if ddp is not None:
         check_ddp(ddp)
@@ -120,7 +124,8 @@ def attach_updates(
             pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
         corrected = optimizers if outer.noise_correction else ()
         noise = noise_of(corrected, trained, module)
-        weights = ModelWeights(module, trained, ddp is None or ddp.broadcast_buffers, node, noise)
+        averages = ddp is None or ddp.broadcast_buffers
+        weights = ModelWeights(module, trained, averages, node, noise, ignored)
         output = output_parameters(module) if outer.chosen.output else ()
         # Inside a node, a rank plans the runs of parameters that it exchanges, but the user's
         # ``compress`` is still asked about the parameters themselves.
@@ -175,7 +180,7 @@ def attach_updates(
             module,
             OwnWeights(weights, running),
             carrier,
-            AllRanks(running),
+            AllRanks(running, weights),
             groups,
             options,
             consensus,
@@ -189,7 +194,9 @@ def attach_updates(
     # the handle owns thread and groups from here on, so an error on this rank must close the handle
     try:
         # ranks of a node must start equal as well: they average gradients, not weights
-        named = [(name, local_of(parameter)) for name, parameter in trained.items()]
+        # without DDP, nobody has compared frozen parameters, e.g. of the model below a LoRA
+        compared = trained if ddp is not None else dict(module.named_parameters())
+        named = [(name, local_of(parameter)) for name, parameter in compared.items()]
         for comm in sync.communicators if node is not None else [reducer.comm]:
             run(check_equal_parameters(comm, named))
         sync.watch(ddp)

@@ -30,6 +30,10 @@ __all__ = [
 ]
 
 
+Counts = dict[Tensor, tuple[Any, float]]
+"""By parameter, an optimizer's count of steps: the object in its state, and its value."""
+
+_MOMENTS: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})  # in the state of Adam and AdamW
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
 _RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
 # elements; joining tensors of up to this size costs no more than Python's overhead per tensor
@@ -132,6 +136,15 @@ class GradientNoise:
         self._row_squares = torch.zeros(2, ends[-1], dtype=torch.float64)
         self._measured, self._step = 0, 0
         self.shares: dict[Tensor, float | Tensor] = {}
+        # by parameter, the optimizer's count of steps at the last correction
+        self.counts: Counts = {}
+        self._held: dict[Tensor, Tensor] = {}
+
+    def hold(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep references to gradients until they are sampled, because scripts may drop them earlier."""
+        # e.g. after each of several optimizers, or in the ``step`` of a subclass
+        for group in optimizer.param_groups:
+            self._held |= {p: p.grad for p in group["params"] if p.grad is not None}
 
     @torch.no_grad()
     def sample(self, step: int, skipped: Collection[Tensor] = ()) -> None:
@@ -157,11 +170,12 @@ class GradientNoise:
             if parameter not in left_out:
                 gradient = self.steps.get(parameter)
                 if gradient is None:
-                    gradient = _gradient_of(parameter)
+                    gradient = _gradient_of(parameter, self._held.get(parameter))
             if gradient is not None and gradient.numel():
                 row[:-2] = _projected(gradient, draw)
                 if parameter in self._rows:
                     self._of_rows[0, self._rows[parameter]] = _row_sums(gradient, draw)
+        self._held.clear()
         table = self._table
         table[:, -2] = table.square().sum(1)
         if self._measured % 2:
@@ -261,9 +275,9 @@ class GradientNoise:
         self._find_shares()
 
 
-def _gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return this rank's part of a dense gradient, as Adam sees it, or None."""
-    gradient: Any = parameter.grad
+def _gradient_of(parameter: Tensor, held: Tensor | None = None) -> Tensor | None:
+    """Return this rank's part of a dense gradient, or of the one ``held``, as Adam sees it, or None."""
+    gradient: Any = held if parameter.grad is None else parameter.grad
     if gradient is None or gradient.is_sparse:
         return None
     placements = getattr(parameter, "placements", None)
@@ -354,13 +368,18 @@ def with_moments(
     """Yield parameters that Adam or AdamW has stepped without ``amsgrad``, with their state and group."""
     for group in optimizer.param_groups if corrects(optimizer) else ():
         for parameter in group["params"] if not group["amsgrad"] else ():
-            if state := optimizer.state.get(parameter):
+            # a subclass may keep other moments, or none
+            state = optimizer.state.get(parameter)
+            if state and state.keys() >= _MOMENTS:
                 yield parameter, state, group
 
 
 @torch.no_grad()
 def correct(
-    optimizer: torch.optim.Optimizer, shares: Mapping[Tensor, float | Tensor], ranks: float
+    optimizer: torch.optim.Optimizer,
+    shares: Mapping[Tensor, float | Tensor],
+    ranks: float,
+    counts: Counts | None = None,
 ) -> None:
     """Lengthen the last step as if it had used the second moment of averaged gradients.
 
@@ -373,15 +392,27 @@ def correct(
     where both moments are bias-corrected.  Adam's own moments are not changed, and nothing is divided
     by the rate, so any schedule works.
 
-    A step that the optimizer was told to skip is not corrected.
+    A step that the optimizer was told to skip is not corrected, nor are parameters whose count of steps
+    is still that in ``counts``, which is updated: a subclass may step on some of its calls only.
 
     Cost: one pass, which reads three tensors and writes one.  If steps are counted on a device
     (``fused``, ``capturable``), the host waits for the counts once.
     """
-    found = with_moments(optimizer) if shares and ranks > 1 and not found_inf(optimizer) else ()
-    stepped = [its for its in found if its[0].grad is not None and _shortened(shares.get(its[0]))]
+    counts = {} if counts is None else counts
+    found = () if found_inf(optimizer) or ranks <= 1 else with_moments(optimizer)
+    # counted without shares and gradients too: the first share may be known at a call without a step,
+    # and the optimizer may have dropped the gradients of its step
+    stepped = list(found)
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
+        # the same tensor, because a state that was loaded or dropped counts anew
+        known, before = counts.get(parameter, (None, 0.0))
+        counts[parameter] = state["step"], step
+        rests = (
+            parameter.grad is None if known is None else (known is state["step"] and before == step)
+        )
+        if rests or not _shortened(shares.get(parameter)):
+            continue
         (beta1, beta2), share = group["betas"], shares[parameter]
         # the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)

@@ -32,7 +32,7 @@ from sparsync.fields import Common, Exactly, Fields, Kind, check_saved, common_f
 from sparsync.gradients.sentinel import check_replicas
 from sparsync.handle import CommHook, Handle, Hook, Presence, call_after_backward, weakly
 from sparsync.options import Options
-from sparsync.transports.agree import digest, on_all_or_none
+from sparsync.transports.agree import digest, equalise_, on_all_or_none
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, Operation, run
 from sparsync.transports.ledger import Traffic
@@ -51,7 +51,7 @@ from sparsync.updates.rank_state import (
 )
 from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.stepping import follow
-from sparsync.updates.weights import OwnWeights
+from sparsync.updates.weights import ModelWeights, OwnWeights
 
 _ADVISED = 30  # steps whose mean duration is considered reliable
 _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
@@ -100,8 +100,8 @@ class UpdateRanks(ABC):
 class AllRanks(UpdateRanks):
     """The ranks that have called ``attach`` together."""
 
-    def __init__(self, outer: OuterEngine) -> None:
-        self._outer, self.membership = outer, Presence()
+    def __init__(self, outer: OuterEngine, weights: ModelWeights) -> None:
+        self._outer, self._weights, self.membership = outer, weights, Presence()
 
     def before_forward(self, step: Callable[[], None]) -> None:
         """Do nothing."""
@@ -120,8 +120,13 @@ class AllRanks(UpdateRanks):
     def finish(self) -> None:
         """Deliver all that is left, uncompressed."""
         run(self._outer.settle())  # exchanges in flight are booked on the steps that began them
-        with self._outer.reducer.comm.ledger.outside_steps():
+        node, comm = self._weights.node, self._outer.reducer.comm
+        with comm.ledger.outside_steps():
             run(self._outer.deliver())
+            # DDP's broadcast before every forward pass is off
+            others = self._weights.others()
+            for ranks in [comm] if node is None else [node.comm, comm]:
+                run(equalise_(ranks, others))
 
 
 @final
@@ -270,6 +275,8 @@ class UpdateSync(Handle):
         # computed as a difference
         if (noise := self._weights.noise) is not None:
             remember(optimizer, noise.steps)
+            if self.outer.begins_last(self.outer.steps):
+                noise.hold(optimizer)
 
     def _check_start(self) -> None:
         """Before the first step, begin from weights loaded after ``attach``, if all ranks loaded them.
@@ -279,15 +286,12 @@ class UpdateSync(Handle):
         """
         if not self._begins:
             return
-        self._begins, outer = False, self.outer
-        own, shared = outer.read(self._weights), outer.memory["shared"]
-        end = outer.layout.end
-        loaded = self._loaded(own)
-        if not self._ranks.begin_together(self.communicators, loaded, own[:end]):
-            return
-        # buffers, which lie beyond the end, have seen a batch since, and are averaged anyway
-        outer.begin_again(torch.cat([own[:end], shared[end:]]))
-        self._changes.remember()
+        loaded, outer = self._loaded_start(), self.outer
+        self._begins, end = False, outer.layout.end
+        begins = outer.memory["shared"] if loaded is None else loaded
+        if self._ranks.begin_together(self.communicators, loaded is not None, begins[:end]):
+            outer.begin_again(begins)
+            self._changes.remember()
 
     def _loaded(self, own: Tensor) -> bool:
         """Return whether this rank's weights have changed since ``attach`` or the handle's last load."""
@@ -303,7 +307,7 @@ class UpdateSync(Handle):
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
-            correct(optimizer, noise.shares, self._weights.ranks)
+            correct(optimizer, noise.shares, self._weights.ranks, noise.counts)
             lengthen(optimizer, noise.steps, noise.shares, self._weights.ranks)
         # the last optimizer ends an iteration: ranks count iterations, not optimizer steps
         if optimizer is self.outer.optimizers[-1]:
@@ -547,14 +551,29 @@ class UpdateSync(Handle):
         return nullcontext() if ddp is None else ddp.no_sync()
 
     def shared(self) -> AbstractContextManager[None]:
-        """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
+        """Put the shared weights into the model, to evaluate or save them; then restore this rank's.
+
+        Before the first step, weights that were loaded after ``attach`` are those with which all begin.
+        """
         run(self.outer.resume())
+        if self._loaded_start() is not None:
+            return nullcontext()
         return self._own.shared()
+
+    def _loaded_start(self) -> Tensor | None:
+        """Return the shared weights with which this rank begins, if it has loaded any since attach."""
+        if not self._begins:
+            return None
+        own, shared = self.outer.read(self._weights), self.outer.memory["shared"]
+        end = self.outer.layout.end
+        # buffers, which lie beyond the end, have seen a batch since, and are averaged anyway
+        return torch.cat([own[:end], shared[end:]]) if self._loaded(own) else None
 
     def finish(self) -> None:
         """Exchange everything left and make replicas equal; all ranks call this, and may train on."""
         self._own.check("finish()")
         run(self.outer.resume())
+        self._check_start()
         self._ranks.finish()
         self._changes.remember()
         self._differs = False
@@ -602,8 +621,12 @@ class UpdateSync(Handle):
         module, noise = self._plain(), self._weights.noise
         assert module is not None
         own = own_state(module, self._weights.trained, self.outer.optimizers)
+        exchanged = self.outer.state_dict()
+        if (begins := self._loaded_start()) is not None:
+            exchanged["memory"] = {"shared": begins}
+            exchanged["reducer"] |= {"residual": {}}
         content = {
-            **self.outer.state_dict(),
+            **exchanged,
             **self.outer.layout.extents(),
             **own,
             # True marks NaN from this rank's own steps, which the next exchange repairs.  Without

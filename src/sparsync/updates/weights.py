@@ -80,13 +80,21 @@ class ModelWeights(Weights):
         buffers: bool,
         node: Node | None = None,
         noise: GradientNoise | None = None,
+        ignored: Collection[str] = (),
     ) -> None:
         self.noise = noise
         self._module, self.trained, self.node = module, dict(trained), node
         self._divisor = 1 if node is None else node.comm.world_size
         self._rank = 0 if node is None else node.comm.rank
         floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
-        self.buffers = list(floating) if buffers else []
+        self.buffers = [name for name in floating if name not in ignored] if buffers else []
+        self._local = frozenset(ignored) if buffers else None  # None: all buffers stay local
+        # by name, the versions of parameters that no optimizer trains, although a model may write them
+        self._frozen = {
+            name: local_of(parameter)._version
+            for name, parameter in module.named_parameters()
+            if name not in trained and name not in ignored
+        }
         # If buffers with NaN or Inf were exchanged, ranks would refuse every exchange. ``strayed``
         # reports a buffer that turns out not to be constant.
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
@@ -95,7 +103,8 @@ class ModelWeights(Weights):
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         self._names = [name for name, _ in tensors]
-        self._ends = list(accumulate(-(-t.numel() // self._divisor) for _, t in tensors)) or [0]
+        self._sizes = {name: tensor.numel() for name, tensor in tensors}
+        self._ends = list(accumulate(-(-n // self._divisor) for n in self._sizes.values())) or [0]
         self._like = tensors[0][1].new_empty(0) if tensors else torch.zeros(0)
         wide = any(tensor.dtype == torch.float64 for _, tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
@@ -113,7 +122,13 @@ class ModelWeights(Weights):
         if name == _SAMPLES and self.noise is not None:
             return self.noise.values
         # look the buffer up every time, because a module may replace it with another tensor
-        return local_of(self._module.get_buffer(name))
+        try:
+            return local_of(self._module.get_buffer(name))
+        except AttributeError:
+            raise ConfigurationError(
+                f"buffer '{name}', which ranks average, was removed or set to None after attach; "
+                "register it with persistent=False, or close() the handle first and attach again"
+            ) from None
 
     @property
     def rest(self) -> dict[str, int]:
@@ -139,6 +154,29 @@ class ModelWeights(Weights):
     def exchanged_buffers(self) -> dict[str, Tensor]:
         """Return the exchanged buffers by name."""
         return {name: self._tensor(name) for name in self.buffers if name not in self.left_out}
+
+    def others(self) -> dict[str, Tensor]:
+        """Return what is not exchanged, though DDP keeps it equal: further buffers, frozen parameters.
+
+        These are buffers of integers, those that are not saved, that came or grew after ``attach``, and
+        parameters that the model itself has written since, as an average of its own weights.
+        """
+        named = dict(self._module.named_parameters())
+        found = {
+            name: local_of(named[name])
+            for name, version in self._frozen.items()
+            if name in named and local_of(named[name])._version != version
+        }
+        if self._local is not None:
+            found |= {
+                name: local_of(buffer)
+                for name, buffer in self._module.named_buffers()
+                if name not in self._local
+                # one that has grown since attach is not exchanged as a whole
+                and (name not in self.buffers or buffer.numel() != self._sizes[name])
+            }
+        # shapes may differ between ranks, and are compared as parts of the names
+        return {f"{name} {tuple(tensor.shape)}": tensor for name, tensor in found.items()}
 
     def average_over(self, ranks: float) -> None:
         """Set the number of ranks that average noise away; see ``Weight``."""
@@ -301,6 +339,7 @@ class OwnWeights:
         # the rank's own weights are restored even if the block raises, because training on from the
         # shared weights would lose them
         with self._lock:
+            replaced = self.changes.replaced()  # which the next step refuses
             # these are the model's weights, because an engine that runs apart has its own copy
             outside, before = self._aside, self.outer.read(self.weights)
             self.weights.reshard()
@@ -313,4 +352,5 @@ class OwnWeights:
                 self.weights.reshard()  # an evaluation has left whole parameters, which are stale
                 self.outer.write(self.weights, before)
                 self._aside = outside
-                self.changes.remember()
+                if not replaced:
+                    self.changes.remember()

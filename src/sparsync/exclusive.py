@@ -116,12 +116,16 @@ def check_unattached(model: nn.Module) -> None:
     Raises:
         ConfigurationError: a parameter is exchanged already; the message names the first one.
     """
+    ignored: set[str] = set()
     if isinstance(model, DistributedDataParallel):
         if model._comm_hooks and CommHook.closed_of(model) is None:
             return  # ``check_ddp`` says so
-        model = model.module  # which may share parameters with another model
+        # the module may share parameters with that of another DDP model
+        ignored, model = set(model.parameters_to_ignore), model.module
     exchanged = exchanged_updates()
     for name, parameter in model.named_parameters():
+        if name in ignored:
+            continue
         what = "gradient" if gradient_hooks(parameter) else ""
         if what or id(parameter) in exchanged:
             raise ConfigurationError(

@@ -209,9 +209,9 @@ class Handle(ABC):
         """End the thread and the process groups; the model then trains as if nothing had been attached.
 
         An exchange in flight is finished first, within the transport's timeout, because peers may
-        be waiting for it.  A handle of updates warns if replicas still differ (``finish``).  It leaves every
-        rank its own optimizer moments: to train on with plain DDP, give all ranks those of one, or new
-        ones, because equal gradients would otherwise move replicas apart.
+        be waiting for it.  A handle of updates warns if replicas still differ (``finish``).  It leaves
+        every rank its own optimizer moments: to train on with plain DDP, give all ranks those of one, or
+        new ones, because equal gradients would otherwise move replicas apart.
 
         Calling this is optional: the end of the process and the end of the model both close the handle.
         """

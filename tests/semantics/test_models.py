@@ -298,10 +298,10 @@ def test_functional_call(column):
 @practice(
     "BatchNorm's buffers",
     attach="works. DDP broadcasts rank 0's buffers before every forward pass.",
-    updates="works. Rank 0's at `attach`, then averaged with the exchanges, while DDP's own broadcast is "
-    "off; with `DDP(broadcast_buffers=False)` they stay local. Buffers of integers or that are not saved, "
-    "and frozen parameters that the model writes itself, are each rank's own until `finish()` makes them "
-    "rank 0's.",
+    updates="works. Rank 0's at `attach`, then averaged with the exchanges, while DDP's own broadcast "
+    "is off; with `DDP(broadcast_buffers=False)` they stay local. Buffers of integers or that are not "
+    "saved, and frozen parameters that the model writes itself, are each rank's own until `finish()` "
+    "makes them rank 0's.",
     UpdateSpace="works. They stay local.",
     averaging="works. Averaged or local, according to `buffers=`. "
     "(tests/unit/test_averager.py::test_buffers_follow_their_rule)",

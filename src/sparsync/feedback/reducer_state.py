@@ -283,10 +283,8 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
     for name, value in expected.items():
         cure = cures.get(name, "load each rank's own state into the same set-up")
         check_saved(state[name], Exactly(value), f"{_NAME}['{name}']", cure)
-    committed = state.get("committed", [])
-    if sorted(set(committed)) != list(committed) or not set(committed) < {
-        *range(len(reducer.units))
-    }:
+    committed, units = state.get("committed", []), {*range(len(reducer.units))}
+    if committed and (sorted(set(committed)) != list(committed) or not set(committed) < units):
         raise _misfit("committed units", committed, f"some of {len(reducer.units)}, in order")
 
 

@@ -41,8 +41,8 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run, together
 from sparsync.units import output_parameters
 from sparsync.updates.fragments import Begin, Exchange, Layout, Weights
-from sparsync.updates.gradient_noise import noise_of
-from sparsync.updates.outer_engine import OuterEngine
+from sparsync.updates.gradient_noise import drop_broken, noise_of
+from sparsync.updates.outer_engine import OuterEngine, alone
 from sparsync.updates.outer_step import OuterStep
 from sparsync.updates.sync import Carrier, UpdateRanks, UpdateSync
 from sparsync.updates.weights import ModelWeights, OwnWeights, trained_of
@@ -345,6 +345,8 @@ class PresentUpdateRanks(UpdateRanks):
             extras, states = arrival
             for one, state in zip(outer.optimizers, states, strict=True):
                 one.load_state_dict(state)
+            # the donor may have copied them in a step that all have refused since
+            drop_broken(outer.optimizers, alone)
             self.membership.take_over(extras, outer.optimizers)
         self.membership.end_of_leaving()
 

@@ -117,16 +117,18 @@ def check_unattached(model: nn.Module) -> None:
         ConfigurationError: a parameter is exchanged already; the message names the first one.
     """
     ignored: set[str] = set()
-    if isinstance(model, DistributedDataParallel):
+    ddp = isinstance(model, DistributedDataParallel)
+    if ddp:
         if model._comm_hooks and CommHook.closed_of(model) is None:
             return  # ``check_ddp`` says so
-        # the module may share parameters with that of another DDP model
+        # the module may share parameters with that of another DDP model, as long as their passes take
+        # turns; but updates would be exchanged twice
         ignored, model = set(model.parameters_to_ignore), model.module
     exchanged = exchanged_updates()
     for name, parameter in model.named_parameters():
         if name in ignored:
             continue
-        what = "gradient" if gradient_hooks(parameter) else ""
+        what = "gradient" if not ddp and gradient_hooks(parameter) else ""
         if what or id(parameter) in exchanged:
             raise ConfigurationError(
                 f"the {what or 'update'} of '{name}' is exchanged already; attach once, or close() "

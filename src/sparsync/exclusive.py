@@ -116,14 +116,13 @@ def check_unattached(model: nn.Module) -> None:
     Raises:
         ConfigurationError: a parameter is exchanged already; the message names the first one.
     """
-    ignored: set[str] = set()
-    ddp = isinstance(model, DistributedDataParallel)
-    if ddp:
+    ignored, ddp = set[str](), False
+    if isinstance(model, DistributedDataParallel):
         if model._comm_hooks and CommHook.closed_of(model) is None:
             return  # ``check_ddp`` says so
         # the module may share parameters with that of another DDP model, as long as their passes take
         # turns; but updates would be exchanged twice
-        ignored, model = set(model.parameters_to_ignore), model.module
+        ignored, ddp, model = set(model.parameters_to_ignore), True, model.module
     exchanged = exchanged_updates()
     for name, parameter in model.named_parameters():
         if name in ignored:

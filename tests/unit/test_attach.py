@@ -352,3 +352,15 @@ def test_a_refused_step_keeps_no_gradients(alone, wrap, policy):
         del raises  # its traceback
         kept = [one for one in gc.get_objects() if type(one) in (Bucket, ReplicaStep)]
         assert not any(type(one) is Bucket or one.taken or one.gradients for one in kept)
+
+
+def test_attach_names_what_was_given_as_the_model_and_where_it_was_called():
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for model in (optimizer, net.parameters()):
+        with pytest.raises(ConfigurationError, match=f"given {type(model).__name__} as the model"):
+            sparsync.attach(model, net)
+    with pytest.raises(ConfigurationError, match="is not initialised"):
+        sparsync.attach(net, optimizer)
+    with torch.inference_mode(), pytest.raises(ConfigurationError, match="call it outside"):
+        sparsync.attach(net, optimizer)

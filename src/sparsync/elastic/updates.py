@@ -417,7 +417,7 @@ class PresentUpdateRanks(UpdateRanks):
             averages = attendance.commit()
         except NonFiniteGradientError:
             reducer.skip()
-            # the refusal returns all ranks to the shared weights, which this one may have by now
+            # the refusal returns all ranks to the shared weights, for a rank that arrives the others'
             if attendance.close(step, applied=False):
                 self._arrive(step)
             return None

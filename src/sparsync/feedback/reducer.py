@@ -259,7 +259,8 @@ class Reducer:
         # fragments of an exchange of updates are committed one by one; the last one closes the step
         if len(self._committed) < len(self.units):
             return totals
-        # in order; without those of before a saved state, since fragments have no corrector
+        # in order; results from before a saved state are unknown, and only a corrector, which
+        # fragments do not have, would need them
         everything = [result for _, result in sorted(self._committed.items()) if result is not None]
         if self.corrector:
             with self.comm.stage("mask"):

@@ -141,7 +141,10 @@ class GradientNoise:
         self._held: dict[Tensor, Tensor] = {}
 
     def hold(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep references to gradients until they are sampled, because scripts may drop them earlier."""
+        """Keep references to gradients until they are sampled, because scripts may drop them earlier.
+
+        Memory: n elements, on steps that are sampled, of scripts that free each gradient at once.
+        """
         # e.g. after each of several optimizers, or in the ``step`` of a subclass
         for group in optimizer.param_groups:
             self._held |= {p: p.grad for p in group["params"] if p.grad is not None}
@@ -399,10 +402,9 @@ def correct(
     (``fused``, ``capturable``), the host waits for the counts once.
     """
     counts = {} if counts is None else counts
-    found = () if found_inf(optimizer) or ranks <= 1 else with_moments(optimizer)
-    # counted without shares and gradients too: the first share may be known at a call without a step,
-    # and the optimizer may have dropped the gradients of its step
-    stepped = list(found)
+    # Steps are counted even without shares and gradients: the first share may become known just before a
+    # call that does not step, and the optimizer may have dropped the gradients of its step.
+    stepped = [] if found_inf(optimizer) or ranks <= 1 else list(with_moments(optimizer))
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
         # the same tensor, because a state that was loaded or dropped counts anew

@@ -18,11 +18,12 @@ from sparsync.published.baselines import AdPsgd, Dpsgd, EagerSgd, Sgp
 from sparsync.published.baselines.eager import EagerRounds
 from sparsync.published.baselines.gossip import _PairAgent
 from sparsync.published.wagma import Wagma
-from sparsync.published.wagma.agents import tree_children
+from sparsync.published.wagma.agents import round_of, tree_children
 from sparsync.published.wagma.scheme import CODECS, ModelRounds, coded_allreduce, group_allreduce
 from sparsync.testing import check_averager
 from sparsync.transports.sim import Fault, Links, simulate
 
+from .average_runs import on_all_ranks
 from .averager_models import add_, linear
 from .zmq_group import together
 
@@ -368,13 +369,13 @@ def test_an_old_model_of_a_late_rank_owes_nothing_and_what_was_owed_stays():
         base = torch.zeros(size, dtype=torch.float64)
         rounds = ModelRounds(base, 2, None, codec=CODECS["bf16"])
         rounds.publish(models[comm.rank][0])
-        await rounds.reduce(comm, 1, 1)
-        owed, newest = rounds.error, 1
+        await rounds.reduce(comm, round_of(0), round_of(0))
+        owed, newest = rounds.error, round_of(0)
         if comm.rank == 0:  # rank 1 is late
-            newest = 3
+            newest = round_of(1)
             rounds.publish(models[0][1])
         sent = rounds._vector
-        return owed, sent, await rounds.reduce(comm, 3, newest), rounds.error
+        return owed, sent, await rounds.reduce(comm, round_of(1), newest), rounds.error
 
     (_, fresh, total, _), (owed, old, _, error) = simulate(program, 2).results
     exact = old[first:] + fresh[first:].to(torch.bfloat16).double()
@@ -473,7 +474,9 @@ def test_who_waits_for_nobody_learns_at_its_defaults_where_ranks_starve(name, st
 
 def test_the_drawn_ranks_begin_equally_often():
     rounds = EagerRounds("majority", 3, 4, torch.zeros(1))
-    begun = [sum(rounds.activates(v, rank) for v in range(1, 801, 2)) for rank in range(4)]
+    begun = [
+        sum(rounds.activates(round_of(step), rank) for step in range(400)) for rank in range(4)
+    ]
     assert sum(begun) == 400 and min(begun) > 70
 
 
@@ -491,6 +494,37 @@ def test_whoever_has_an_answer_knows_that_both_models_are_averaged():
     ask = torch.cat([torch.zeros(8, dtype=torch.uint8), torch.ones(2).view(torch.uint8)])
     agent.receive(1, ask)
     assert told == [(1, [0.0, 0.0], [0.5, 0.5])]
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("reload_at", [3, 4])
+def test_synchronous_groups_resume_bit_for_bit(values, reload_at):
+    """Between two global averages, when the ranks' models differ."""
+    make = partial(Wagma, group_size=2, sync_period=6, grouping="synchronous", values=values)
+    straight = on_all_ranks(make, 10, world_size=4)
+    assert torch.equal(on_all_ranks(make, 10, world_size=4, reload_at=reload_at), straight)
+
+
+def test_ranks_whose_saved_sums_differ_resume_with_nothing_lost():
+    """A late rank saves after others, so its shared model may contain a sum that theirs lacks."""
+    size = 4
+
+    async def program(comm):
+        averager, vector = EagerSgd(), torch.zeros(size, dtype=torch.float64)
+        await averager.begin(comm, vector, 0)
+        for step in range(3):
+            vector = await averager.average(comm, vector + drift(step, comm.rank, size), step)
+        state, averager = averager.state_dict(), EagerSgd()
+        state["content"]["memory"]["shared"] += comm.rank
+        averager.load_state_dict(state)
+        own = vector.clone()
+        await averager.begin(comm, vector, 3)
+        vector = await averager.average(comm, vector + comm.rank, 3)
+        return own + comm.rank, await averager.conclude(comm, vector, 4)
+
+    models, ends = map(torch.stack, zip(*simulate(program, 3).results, strict=True))
+    assert (ends == ends[0]).all()
+    torch.testing.assert_close(ends[0], models.mean(0))
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES.values(), partial(Wagma, group_size=3)])

@@ -24,6 +24,7 @@ def check_averager(
 ) -> float:
     """Check that an averager's ``conclude`` leaves all models equal, and that their mean is preserved.
 
+    ``conclude`` is also checked directly after another one and after a load, without a step in between.
     A single rank's model must never change.
 
     Args:
@@ -65,10 +66,25 @@ def _drift(
             after[step, comm.rank] = vector
             if late is None:
                 await comm.barrier()
-        return await averager.conclude(comm, vector, steps)
+        ends, own = [await averager.conclude(comm, vector, steps)], [vector]
+        for load in (False, True):
+            if load:
+                saved, averager = averager.state_dict(), make()
+                averager.load_state_dict(saved)
+                await averager.begin(comm, ends[-1], steps)
+            own.append(ends[-1] + (comm.rank + 1) * slope)
+            ends.append(await averager.conclude(comm, own[-1].clone(), steps))
+        return torch.stack([*ends, *own])
 
-    models = simulate(program, world_size).results
-    assert all(torch.equal(models[0], model) for model in models), "conclude left different models"
+    # [P, 2, 3, n]: the ends, and the models before them
+    models = torch.stack(simulate(program, world_size).results).view(world_size, 2, 3, 5)
+    for which, end in zip(
+        ("", "a second time", "after a load"), models[:, 0].unbind(1), strict=True
+    ):
+        assert (end == end[0]).all(), f"conclude left different models {which}".rstrip()
+    if preserves_mean:
+        means = models.mean(0)
+        torch.testing.assert_close(means[0, 1:], means[1, 1:], rtol=1e-12, atol=1e-12)
     assert torch.isfinite(after).all(), "a model is not finite"
     if world_size == 1:
         torch.testing.assert_close(after, before)

@@ -16,7 +16,7 @@ from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, parse_state, restore_reducer
-from sparsync.fields import Kind, sealed
+from sparsync.fields import Kind, opened, sealed
 from sparsync.names import parameters_of
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
@@ -238,6 +238,18 @@ class OuterAverager(Averager):
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
         """Check on this rank alone that a saved state fits; change nothing."""
         return parse_state(self.reducer, self.check(state)["reducer"])
+
+    def check(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Check a saved state as far as this rank alone can, and return its content."""
+        known, memory = self.settings, opened(state, "averager").get("memory")
+        shared = memory.get("shared") if isinstance(memory, Mapping) else None
+        if self._binding is None and self._engine is None and isinstance(shared, Tensor):
+            # defaults depend on the size, which an averager without a model learns in ``begin``
+            self.settings = known.for_size(shared.numel())
+        try:
+            return super().check(state)
+        finally:
+            self.settings = known
 
     def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
         """Return the kind of every field of a saved state's content."""

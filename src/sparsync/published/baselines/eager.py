@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from sparsync.averaging.averager import Accompanied, Staleness
 from sparsync.errors import check_numbers, require
-from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
+from sparsync.published.wagma.agents import (
+    Agent,
+    Answer,
+    Round,
+    Rounds,
+    finish_of,
+    is_finish,
+    round_of,
+    step_of,
+)
+from sparsync.transports.agree import equalise_
 from sparsync.transports.communicator import Communicator
 
 __all__ = ["EagerRounds", "EagerSgd", "Quorum"]
@@ -62,12 +72,19 @@ class EagerSgd(Accompanied):
         require(quorum in ("solo", "majority"), f"quorum is {quorum!r}; choose solo or majority")
         check_numbers(type(self).__name__, {"seed": "int"}, {"seed": seed})
         self.quorum, self.seed = quorum, seed
+        self._finish = -1  # the version of the last ``finish``
         super().__init__(model, **binding)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Start the agent."""
         vector = vector.cpu()
-        self._taken = self.memory["shared"] = self.memory.get("shared", vector).cpu()
+        shared = self.memory.get("shared", vector).cpu().clone()
+        if "shared" in self.memory:
+            # A late rank's state may contain sums that are not in the others'.  From rank 0's shared
+            # model on, what a rank's weights have beyond it is pending, so no update is lost.
+            await equalise_(comm, {"the shared model": shared})
+        self._taken = self.memory["shared"] = shared
+        self._finish = -1  # also here, as a loaded state may be of an earlier step
         rounds = EagerRounds(self.quorum, self.seed, comm.world_size, self._taken)
         self._agent = Agent(rounds, comm.world_size, step, torch.zeros_like(vector))
         self._run(comm, self._agent)
@@ -78,7 +95,8 @@ class EagerSgd(Accompanied):
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Sum the pending updates of all ranks, which wait for each other in this call."""
-        return await self._sum(2 * step, vector)
+        self._finish = finish_of(step, self._finish)
+        return await self._sum(self._finish, vector)
 
     async def _sum(self, version: int, vector: Tensor) -> Tensor:
         # this rank's local step is the difference between its weights and those that it took last
@@ -104,9 +122,10 @@ class EagerRounds(Rounds):
     def activates(self, version: int, rank: int) -> bool:
         """In "solo", any rank may start; in "majority", a random one: on average, half have arrived."""
         # draw the rank from seed and version alone, so that all ranks agree on it without a message
-        if self.quorum == "solo" or version % 2 == 0:
+        if self.quorum == "solo" or is_finish(version):
             return True
-        return random.Random(f"{self.seed} {version}").randrange(self.world_size) == rank
+        draw = random.Random(f"{self.seed} {2 * step_of(version) + 1}")
+        return draw.randrange(self.world_size) == rank
 
     def publish(self, vector: Tensor) -> None:
         """Add an update to the pending ones."""

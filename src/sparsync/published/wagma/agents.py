@@ -34,28 +34,48 @@ __all__ = [
     "Kind",
     "Round",
     "Rounds",
+    "finish_of",
+    "is_finish",
     "round_of",
     "step_of",
     "tree_children",
 ]
 
 _LAYOUT: Final = struct.Struct("<IIqQ")
-_REMEMBERED: Final = 64  # number of versions for which an agent remembers which ranks it has told
+_VERSIONS: Final = 1 << 20  # per step: its round has the last one, calls of ``finish`` the others
+# versions for which an agent remembers which ranks it has told
+_REMEMBERED: Final = 32 * _VERSIONS
 
 
 def round_of(step: int) -> int:
-    """Return the version of the average after a 0-based step; ``finish`` uses the even number before.
+    """Return the version of the average after a 0-based step.
 
     Example:
-        >>> [round_of(step) for step in range(3)], step_of(5)
-        ([1, 3, 5], 2)
+        >>> step_of(round_of(2)), round_of(2) < finish_of(3, before=-1) < round_of(3)
+        (2, True)
     """
-    return 2 * step + 1
+    return step * _VERSIONS + _VERSIONS - 1
+
+
+def finish_of(step: int, before: int) -> int:
+    """Return the version of an average before the round of a step; ``before`` is the last such version.
+
+    Example:
+        >>> first = finish_of(3, before=-1)
+        >>> finish_of(3, first) == first + 1, is_finish(first), is_finish(round_of(3))
+        (True, True, False)
+    """
+    return max(step * _VERSIONS, before + 1)
+
+
+def is_finish(version: int) -> bool:
+    """Return whether a version is that of a ``finish``, and not of a step's round."""
+    return version != round_of(step_of(version))
 
 
 def step_of(version: int) -> int:
     """Return the step to which a round belongs."""
-    return version // 2
+    return version // _VERSIONS
 
 
 def tree_children(rank: int, root: int, world_size: int) -> list[int]:
@@ -242,9 +262,11 @@ class Agent(Companion):
         self.left_out: list[tuple[int, int, str]] = []
         self._attempt: _Attempt | None = None
         self._mail: dict[tuple[int, int, int], deque[Tensor]] = {}  # by version, view and source
-        self._restart(Round(2 * step, model, 1, 2 * step))
+        # the last round is that of the step before: a ``finish`` may come first
+        before = round_of(step - 1)
+        self._restart(Round(before, model, 1, before), round_of(step))
         rounds.publish(model)
-        self._called = 2 * step
+        self._called = before
         self._waiting: tuple[int, Reply] | None = None  # a version, and the reply that waits for it
         self._told: dict[int, set[int]] = {}  # version -> ranks that this rank has told
         self._welcome: Round | None = None
@@ -253,11 +275,11 @@ class Agent(Companion):
         self._heard: dict[int, float] = {}
         self._gone: dict[int, str] = {}  # ranks that cannot rejoin, with the reasons
 
-    def _restart(self, result: Round) -> None:
-        """Continue after a round whose result all ranks have."""
+    def _restart(self, result: Round, version: int) -> None:
+        """Continue with ``version`` after a round whose result all ranks have."""
         self._last = self._common = result  # common: the last result that all ranks waited for
         self._arrived = self._published = result.version
-        self.version = result.version + 1
+        self.version = version
 
     @property
     def present(self) -> list[int]:
@@ -367,7 +389,7 @@ class Agent(Companion):
     # ---- rounds
 
     def _waits_for_all(self, version: int) -> bool:
-        return version % 2 == 0 or self.rounds.synchronous(version)
+        return is_finish(version) or self.rounds.synchronous(version)
 
     def _advance(self) -> None:
         """Execute rounds as far as possible without waiting."""
@@ -390,7 +412,7 @@ class Agent(Companion):
 
     def _begin(self) -> _Attempt:
         version, members = self.version, self.present
-        if version % 2:
+        if not is_finish(version):
             members = list(self.rounds.members(version, members, self.host.rank))
         comm = Subgroup(_AgentComm(self, version, self._view), members)
         task = Task(self.rounds.reduce(comm, version, self._published))
@@ -400,8 +422,8 @@ class Agent(Companion):
     def _end(self, result: Round) -> None:
         """Process a round's result from this or another rank; advance to the round of the next step."""
         self._drop()
-        # a step has two versions: 2 step, before the step, and 2 step + 1, after it
-        age = -(-(result.version - result.contributed) // 2)
+        # in steps: a model contributed to a ``finish`` is that of the step before
+        age = -(-(result.version - result.contributed) // _VERSIONS)
         self.participation.note(age, result.models)
         self.rounds.end(result)
         # if a group waits only for its own ranks, the average is not a model that all ranks have
@@ -507,7 +529,7 @@ class Agent(Companion):
         before = header.version - 1
         result = Round(before, self._values(body[cut:]), header.number, before)
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] > before}
-        self._restart(result)
+        self._restart(result, header.version)
         self.rounds.restart(result.total / result.models)
         self._welcome = result
         if self._waiting is not None:

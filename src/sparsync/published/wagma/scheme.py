@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from sparsync.averaging.averager import Accompanied, Staleness, at_least_1
 from sparsync.console import say
 from sparsync.errors import check_numbers, require
-from sparsync.published.wagma.agents import Agent, Answer, Round, Rounds, round_of, step_of
+from sparsync.published.wagma.agents import (
+    Agent,
+    Answer,
+    Round,
+    Rounds,
+    finish_of,
+    is_finish,
+    round_of,
+    step_of,
+)
 from sparsync.sparse import DenseVector
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.groups import Subgroup
@@ -142,6 +151,7 @@ class Wagma(Accompanied):
         self.left_out: tuple[tuple[int, int, str], ...] = ()  # rank, step, reason
         self._codec = CODECS[values]
         self._present: list[int] = []
+        self._finish = -1  # the version of the last ``finish``
         super().__init__(model, **binding)
 
     @property
@@ -186,12 +196,15 @@ class Wagma(Accompanied):
         # A group of one never waits.  An agent that contributes for its late rank would average the
         # rank's new model with its own old one.
         grouping = "synchronous" if size == 1 else self.grouping
+        # all ranks' differences are to the same base, also where a resumed rank has a model of its own
+        base = self.memory.get("base", vector).cpu()
         self._rounds = ModelRounds(
-            vector, size, self.sync_period, grouping, dynamic=self.dynamic, codec=self._codec
+            base, size, self.sync_period, grouping, dynamic=self.dynamic, codec=self._codec
         )
         error = self.memory.get("error")
         self._rounds.error = None if error is None else error.cpu()
-        self._taken = 2 * step
+        self._taken = round_of(step - 1)
+        self._finish = -1  # also here, as a loaded state may be of an earlier step
         self._agent = Agent(self._rounds, comm.world_size, step, vector, self.deadline)
         self._run(comm, self._agent)
 
@@ -201,7 +214,8 @@ class Wagma(Accompanied):
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the mean of all models; ranks wait for each other."""
-        return await self._arrive(2 * step, vector)
+        self._finish = finish_of(step, self._finish)
+        return await self._arrive(self._finish, vector)
 
     async def _arrive(self, version: int, vector: Tensor) -> Tensor:
         """Arrive at a round; return the model that this rank continues with."""
@@ -212,8 +226,8 @@ class Wagma(Accompanied):
         for peer, step, reason in answer.left_out[len(self.left_out) :]:
             _LOG.warning("rank %d left out at step %d: %s", peer, step, reason)
         self.left_out, self._present = answer.left_out, answer.present
-        error, result = self._rounds.error, answer.result
-        self.memory = {} if error is None else {"error": error}
+        result = answer.result
+        self.memory = self._rounds.memory()
         total = result.total.to(vector.device)
         if answer.resumes:
             self.resume_at = step_of(result.version + 1)
@@ -259,7 +273,7 @@ class ModelRounds(Rounds):
 
     def _is_global(self, version: int) -> bool:
         closes = self.sync_period is not None and (step_of(version) + 1) % self.sync_period == 0
-        return version % 2 == 0 or closes
+        return is_finish(version) or closes
 
     def synchronous(self, version: int) -> bool:
         """Return whether a rank joins the round only once it has arrived itself."""
@@ -272,6 +286,12 @@ class ModelRounds(Rounds):
         count, step = len(present), step_of(version) if self.dynamic else 0
         size = min(self.group_size, count)
         return [present[i] for i in group_of(present.index(rank), count, size, step)]
+
+    def memory(self) -> dict[str, Tensor]:
+        """Return what a state must contain: with a codec, the base and the error."""
+        if self.codec is None:
+            return {}
+        return {"base": self._base} | ({} if self.error is None else {"error": self.error})
 
     def publish(self, vector: Tensor) -> None:
         """Contribute ``vector`` from now on; the caller must not change the vector."""
@@ -291,7 +311,7 @@ class ModelRounds(Rounds):
         if self.codec is None or self._is_global(version):
             return await group_allreduce(comm, self._vector)
         base = self._base
-        coded = await coded_allreduce(comm, self._vector - base, self.codec, version)
+        coded = await coded_allreduce(comm, self._vector - base, self.codec, step_of(version))
         # A stale model is an extra term of the sum (Algorithm 2).  Rounding it again adds no error to
         # repay, but the error of the round in which it was fresh still has to be repaid.
         owed = self.error if contributed < version else coded.lost

@@ -947,6 +947,26 @@ def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_a_rank_that_leaves_an_iteration_out_measures_no_gradient(kind):
+    """A former one, or a former step, would count as the gradient of this iteration."""
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.01)
+    with sparsync.attach(net, optimizer, OuterStep(**{**ONE_BIT, "period": 1})) as sync:
+        seen = []
+        for step in range(4):
+            if step == 2 and dist.get_rank() == 1:
+                sync.step()
+            else:
+                step_of(net, optimizer, step)
+            noise = sync._weights.noise
+            seen.append(noise._last.clone())
+        assert seen[1].any() and seen[3].any()
+        assert bool(seen[2].any()) == (dist.get_rank() == 0)
+        sync.finish()
+
+
+@on_ranks(2)
 def test_finish_is_named_where_another_rank_exchanges(folder):
     net, rank = model(), dist.get_rank()
     outer = OuterStep(algorithm="dense", density=1.0, period=2, fragments=2, residual="weights")

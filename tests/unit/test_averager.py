@@ -16,7 +16,12 @@ from torch import nn
 from sparsync.averaging import LocalSgd
 from sparsync.averaging.averager import mean
 from sparsync.averaging.schemes import SCHEMES
-from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError
+from sparsync.errors import (
+    ConfigurationError,
+    NonFiniteGradientError,
+    PeerError,
+    SparsyncError,
+)
 from sparsync.fields import sealed
 
 from .averager_models import Smoothed, add_, failure, linear, train_
@@ -79,6 +84,26 @@ def test_frozen_parameters_stay_and_are_settled_only_where_they_differ():
     assert together(program, 3) == [[[1.0, 1.0]]] * 3
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_teacher_may_follow_before_the_first_step(loaded):
+    """Its value when the averager was made, or that of a later load, is compared."""
+
+    def program(comm):
+        model = nn.ModuleList([linear(), linear(comm.rank if loaded else 1).requires_grad_(False)])
+        averager = allreduce(model, comm=comm)
+        if loaded:
+            model[1].load_state_dict(linear(7).state_dict())
+        with torch.no_grad():
+            model[1].weight.add_(1.0 + comm.rank)
+        averager.step()
+        averager.finish()
+        return model[1].weight.detach()
+
+    start = linear(7 if loaded else 1).weight.detach()
+    for weight in together(program, 2):
+        torch.testing.assert_close(weight, start + 1.5)
+
+
 @pytest.mark.parametrize("rule", ["average", "local"])
 def test_buffers_follow_their_rule(rule):
     def program(comm):
@@ -126,6 +151,59 @@ def test_moments_stay_or_travel_or_are_reset(rule, expected):
 
     found = torch.tensor(together(program, 2))
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer that is not torch's."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+            parameter.sub_(mean.add_(parameter.grad), alpha=0.1)
+
+
+@pytest.mark.parametrize("resting", [{0}, {0, 1}])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
+def test_moments_that_come_after_the_first_average_are_averaged(kind, resting):
+    """Of ranks whose first step is skipped, of a late group, and of a parameter without dimensions."""
+
+    def program(comm):
+        model = nn.ParameterList([torch.zeros(3), torch.tensor(0.0)])
+        optimizer = kind([{"params": [p]} for p in model], lr=0.1)
+        averager = allreduce(model, comm=comm, optimizer=optimizer, moments="average")
+        for step in range(3):
+            if step or comm.rank not in resting:
+                for parameter in [*model][: 1 + step]:
+                    parameter.grad = torch.full_like(parameter, 1.0 + comm.rank + step)
+                optimizer.step()
+            averager.step()
+        states = [optimizer.state[parameter] for parameter in model]
+        kinds = ("exp_avg", "exp_avg_sq") if kind is torch.optim.Adam else ("square_avg",)
+        return [state[name].flatten().tolist() for state in states for name in kinds]
+
+    first, second = together(program, 2)
+    assert first == second and all(all(values) for values in first)
+
+
+def test_moments_of_an_unknown_optimizer_that_come_later_are_refused():
+    def program(comm):
+        model = linear()
+        optimizer = Plain(model.parameters())
+        averager = allreduce(model, comm=comm, optimizer=optimizer, moments="average")
+        averager.step()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert "has got moments since averaging began" in failure(ConfigurationError, averager.step)
+        again = allreduce(model, comm=comm, optimizer=optimizer, moments="average")
+        optimizer.state[model.weight]["mean"] += comm.rank
+        again.step()
+        return optimizer.state[model.weight]["mean"].tolist()
+
+    assert together(program, 2) == [[[1.5, 1.5]]] * 2
 
 
 def test_all_begin_from_the_same_vector_though_they_have_stepped():
@@ -230,12 +308,8 @@ def unequal_frozen(comm):
 
 def unequal_moments(comm):
     model = linear()
-    optimizer = torch.optim.Adam(model.parameters())
-    averager = allreduce(model, comm=comm, optimizer=optimizer, moments="average")
-    if comm.rank == 0:
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    return averager
+    kind = torch.optim.Adam if comm.rank == 0 else torch.optim.RMSprop
+    return allreduce(model, comm=comm, optimizer=kind(model.parameters()), moments="average")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +330,7 @@ def unequal_moments(comm):
         ),
         (
             unequal_moments,
-            r"tensor 2 of the model: rank (0 has 'weight \(exp_avg\)'|1 has nothing)",
+            r"tensor 2 of the model: rank \d has 'weight \((exp_avg|square_avg)\)'",
         ),
         (
             lambda comm: LocalSgd(linear(), period=2 + comm.rank, comm=comm),
@@ -338,6 +412,58 @@ def test_without_a_model_there_is_no_step():
 
 
 # ---- the end, and what is saved --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bmuf", "diloco"])
+def test_an_outer_step_lets_what_is_not_finite_spread(name):
+    SCHEMES[name](linear(), nonfinite="spread")
+    with pytest.raises(ConfigurationError, match="nonfinite is 'raise'; an outer step knows only"):
+        SCHEMES[name](linear(), nonfinite="raise")
+
+
+@pytest.mark.parametrize("name", ["wagma", "eager-solo", "adpsgd", "allreduce"])
+def test_a_closed_averager_says_so_at_once(name):
+    def program(comm):
+        averager = SCHEMES[name](linear(), comm=comm)
+        averager.step()
+        averager.finish()
+        averager.close()
+        for act in (averager.step, averager.finish):
+            with pytest.raises(SparsyncError, match=r"closed.*make a new one"):
+                act()
+
+    together(program, 2)
+
+
+def test_two_averagers_whose_agents_need_one_communicator_are_told():
+    def program(comm):
+        first, second = (SCHEMES["wagma"](linear(seed), comm=comm) for seed in (0, 1))
+        first.step()
+        second.step()
+        with pytest.raises(
+            SparsyncError, match="another one took over its communicator; give each"
+        ):
+            first.step()
+
+    together(program, 2)
+
+
+@pytest.mark.parametrize("act", ["step", "finish", "state_dict", "load_state_dict"])
+def test_whatever_needs_the_ranks_own_weights_is_refused_within_shared(act):
+    def program(comm):
+        model = linear()
+        averager = SCHEMES["diloco"](model, comm=comm, period=2)
+        for _ in range(3):
+            add_(model, 1.0 + comm.rank)
+            averager.step()
+        own, state = model.weight.detach().clone(), averager.state_dict()
+        given = (state,) if act == "load_state_dict" else ()
+        with averager.shared(), pytest.raises(ConfigurationError, match="leave that block first"):
+            getattr(averager, act)(*given)
+        assert torch.equal(model.weight, own)
+        averager.finish()
+
+    together(program, 2)
 
 
 def test_the_context_finishes_unless_an_error_is_on_its_way():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Literal, final, get_args
+from typing import Any, Final, Literal, final, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from sparsync.errors import NonFiniteGradientError, require
 from sparsync.transports.agree import agree, digest, divergences
 from sparsync.transports.communicator import Communicator, bytes_of
+from sparsync.units import local_of
 
 __all__ = [
     "Binding",
@@ -24,11 +27,15 @@ __all__ = [
     "NonFiniteRule",
     "averaged_buffers",
     "saved_buffers",
+    "states_of",
 ]
 
 BufferRule = Literal["average", "local"]
 MomentRule = Literal["local", "average", "reset"]
 NonFiniteRule = Literal["raise", "spread"]
+
+# numbers in torch's optimizers, which have the shape of a parameter without dimensions
+_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -51,6 +58,48 @@ def averaged_buffers(model: nn.Module) -> list[str]:
     """
     floating = {n: b for n, b in saved_buffers(model).items() if b.is_floating_point()}
     return [name for name, buffer in floating.items() if bool(torch.isfinite(buffer).all())]
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
+    """Return an optimizer's state of each parameter, or what it will be after the parameter's first step.
+
+    For torch's own optimizers, a step on tensors without memory reveals the state at no cost.  Other
+    optimizers are not tried, because they may do anything in a step, even exchange messages; they have
+    states only of the parameters that they have stepped.
+    """
+    own = {parameter: kept for parameter, kept in optimizer.state.items() if kept}
+    stepped = {p for group in optimizer.param_groups for p in group["params"]} <= own.keys()
+    if stepped or not type(optimizer).__module__.startswith("torch.optim"):
+        return own
+    return _step_without_memory(optimizer) | own
+
+
+def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
+    """Step a copy of the optimizer with parameters on the meta device; return the state it builds."""
+    # build the double by hand: deepcopy would copy moments, and a subclass may change the constructor
+    double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
+    double.__dict__ = dict(optimizer.__dict__)
+    double.state, double.param_groups = defaultdict(dict), []
+    for group in optimizer.param_groups:
+        without = []
+        for parameter in group["params"]:
+            twin = nn.Parameter(local_of(parameter.detach()).to("meta"), parameter.requires_grad)
+            twin.grad = torch.empty_like(twin)
+            real[twin] = parameter
+            without.append(twin)
+        # these switches need a real device
+        plain: dict[str, Any] = {
+            key: False for key in ("foreach", "fused", "capturable") if key in group
+        }
+        double.param_groups.append({**group, **plain, "params": without})
+    step: Any = type(optimizer).step
+    # ASGD and Adafactor raise when they read a number from a tensor without memory; by then their state
+    # exists
+    with suppress(Exception):
+        # call the function inside torch's wrapper (``profile_hook_step``), because no hook may see
+        # this step
+        getattr(step, "__wrapped__", step)(double)
+    return {real[twin]: kept for twin, kept in double.state.items()}
 
 
 @final
@@ -98,8 +147,14 @@ class Binding:
         wide = any(tensor.dtype == torch.float64 for tensor in ruled.values())
         self.trained = {n: p for n, p in ruled.items() if p.requires_grad}
         self._dtype = torch.float64 if wide else torch.float32
+        # of groups that seem to have no moments, because their optimizer is unknown and has not stepped
+        self._unmoved: list[Tensor] = []
         self._known_moments = self._find_moments()
         self.initial: Tensor | None = self.read()
+        # digests of what ``initial`` lacks and the script may move before averaging begins (a teacher)
+        tensors = self._tensors()
+        frozen = [n for n, _ in model.named_parameters() if n not in self._shapes]
+        self._frozen = {name: digest(tensors[name]) for name in frozen}
 
     def follow_loads(self, loaded: Callable[[Mapping[str, Tensor]], None]) -> list[RemovableHandle]:
         """Call ``loaded`` after every ``load_state_dict`` of the model or of one of its modules.
@@ -109,7 +164,8 @@ class Binding:
         """
         sizes = self._sizes()
         # places, not views: a view would keep ``initial`` alive after the first step
-        places = {
+        places: dict[str, slice | None] = dict.fromkeys(self._frozen)
+        places |= {
             name: slice(end - size, end)
             for name, size, end in zip(self._layout(), sizes, accumulate(sizes), strict=True)
         }
@@ -127,15 +183,19 @@ class Binding:
 
     @torch.no_grad()
     def reread(
-        self, module: nn.Module, places: Mapping[str, tuple[str, slice]]
+        self, module: nn.Module, places: Mapping[str, tuple[str, slice | None]]
     ) -> dict[str, Tensor]:
-        """Return a module's own tensors; copy them into ``initial``, from which every rank begins."""
+        """Return a module's own tensors that travel; every rank begins from them, see ``initial``."""
         tensors = {}
         for own, (name, place) in places.items():
             tensor: Tensor | None = getattr(module, own, None)
             if tensor is None:  # the module has changed, which the next ``read`` refuses
                 continue
-            tensors[name] = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            if place is None:
+                self._frozen[name] = digest(tensor)
+                continue
+            tensors[name] = tensor
             if self.initial is not None:
                 self.initial[place] = tensors[name].reshape(-1)
         return tensors
@@ -192,6 +252,7 @@ class Binding:
 
         Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
         """
+        self._unmoved = []
         self._known_moments = self._find_moments()
         vector, start, self.initial = self.read(), self.initial, None
         tensors = self._tensors()
@@ -214,11 +275,16 @@ class Binding:
         missing = vector.numel() - start.numel()
         start = torch.cat([start.to(vector.device), vector.new_zeros(missing)])
         values = dict(zip(self._layout(), torch.split(start, self._sizes()), strict=True))
-        values |= {n: tensors[n] for n, _ in self.model.named_parameters() if n not in values}
         advice = "a digest; seed all ranks alike or load one checkpoint"
         await agree(
             self.comm,
-            {f"the initial values of '{n}' ({advice})": digest(t) for n, t in values.items()},
+            {
+                f"the initial values of '{name}' ({advice})": known
+                for name, known in [
+                    *((n, digest(t)) for n, t in values.items()),
+                    *self._frozen.items(),
+                ]
+            },
         )
         return start
 
@@ -271,6 +337,11 @@ class Binding:
             f"'{changed and changed[0]}' was added, removed, reshaped or unfrozen since the averager "
             "was made; make a new one, on all ranks, when the model changes",
         )
+        require(
+            not any(map(self._moments_of, self._unmoved)),
+            "moments='average': the optimizer has got moments since averaging began, and they are not "
+            "averaged; begin after its first step on every group, on all ranks",
+        )
         found: dict[str, Tensor | None] = {name: tensors[name] for name in self._shapes}
         for name, (parameter, kind) in self._known_moments.items():
             found[name] = self._moments_of(parameter).get(kind)
@@ -289,32 +360,38 @@ class Binding:
         return [shape.numel() for shape in self._layout().values()]
 
     def _find_moments(self) -> dict[str, tuple[Tensor, str]]:
-        """Return parameter and key of every moment to average.
+        """Return parameter and key of every moment to average, whether it exists already or not.
 
-        A parameter without state has had no gradient on this rank, and is assumed to have the moments
-        of its group.
+        A parameter of an unknown optimizer without state is assumed to have the moments of its group.
         """
         if self.moments != "average" or self.optimizer is None:
             return {}
         names = {id(p): n for n, p in self.model.named_parameters() if n in self._shapes}
-        found: dict[str, tuple[Tensor, str]] = {}
+        states, found = states_of(self.optimizer), dict[str, tuple[Tensor, str]]()
         for group in self.optimizer.param_groups:
-            own = {p: self._moments_of(p).keys() for p in group["params"] if id(p) in names}
+            own = {p: _moments_in(states.get(p, {}), p) for p in group["params"] if id(p) in names}
             usual = {kind for kinds in own.values() for kind in kinds}
             for p, kinds in own.items():
-                for kind in sorted(kinds if self.optimizer.state.get(p) else usual):
+                for kind in sorted(kinds if states.get(p) else usual):
                     found[f"{names[id(p)]} ({kind})"] = p, kind
+            if not usual:
+                self._unmoved += own
         return found
 
     def _moments_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a parameter's state that have its shape, which excludes step counts."""
+        """Return a parameter's moments."""
         state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
-        return {
-            kind: value
-            for kind, value in state.items()
-            if isinstance(value, Tensor) and value.is_floating_point()
-            if value.dim() and value.shape == parameter.shape
-        }
+        return _moments_in(state, parameter)
+
+
+def _moments_in(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a parameter's state that have its shape, but not step counts."""
+    return {
+        kind: value
+        for kind, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        if value.shape == parameter.shape and (value.dim() or kind not in _NUMBERS)
+    }
 
 
 @final
@@ -327,7 +404,7 @@ class _LoadHook:
     def __init__(
         self,
         binding: Binding | None = None,
-        places: Mapping[str, tuple[str, slice]] = MappingProxyType({}),
+        places: Mapping[str, tuple[str, slice | None]] = MappingProxyType({}),
         loaded: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         # the reference is weak, because the averager may end before the model

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.averager import Averager, Staleness
+from sparsync.averaging.binding import Binding
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
@@ -28,6 +29,7 @@ from sparsync.updates.outer_step import OuterStep
 
 __all__ = ["OuterAverager"]
 
+_SHOWN: Final = "within shared(), which replaces this rank's own weights; leave that block first"
 _SETTINGS: Final = tuple(field.name for field in fields(OuterStep))
 
 
@@ -83,7 +85,14 @@ class OuterAverager(Averager):
         # created only once, because the engine holds a weak reference; ``hold`` gives it each
         # step's vector
         self._weights = Weights()
+        self._shows = False  # whether the model holds the shared weights
         # the exchange detects NaN on all ranks
+        rule = given.pop("nonfinite", "spread")
+        require(
+            rule == "spread",
+            f"nonfinite is {rule!r}; an outer step knows only 'spread', because its exchange finds NaN "
+            "and Inf on all ranks",
+        )
         super().__init__(model, nonfinite="spread", **given)
         if self._binding:  # not only in ``begin``, because a state may be loaded earlier
             trained = self._binding.trained.values()
@@ -203,10 +212,16 @@ class OuterAverager(Averager):
         binding, engine = self._bound(), self.engine
         own = binding.read()
         binding.write_(engine.memory["shared"])
+        self._shows = True
         try:
             yield
         finally:
+            self._shows = False
             binding.write_(own)
+
+    def _bound(self) -> Binding:
+        require(not self._shows, f"the averager was used {_SHOWN}")
+        return super()._bound()
 
     def stats(self) -> dict[str, Any]:
         """Return plain numbers on the averager, its exchanges, and the residual norms."""
@@ -224,6 +239,7 @@ class OuterAverager(Averager):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, to be saved per rank along with its own model and optimizer."""
+        require(not self._shows, f"the averager's state was saved {_SHOWN}")
         if self._loaded is not None:
             return sealed("averager", self._loaded)
         if self._engine is not None:
@@ -261,6 +277,7 @@ class OuterAverager(Averager):
 
     def restore(self, content: Mapping[str, Any]) -> None:
         """Adopt a saved state; the engine adopts its part when the first step begins."""
+        require(not self._shows, f"a state was loaded {_SHOWN}")
         # the engine needs a communicator to start; until then, keep the state as it was given
         self.steps = int(content["steps"])
         memory = {name: vector.clone() for name, vector in content["memory"].items()}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.binding import saved_buffers
+from sparsync.averaging.binding import saved_buffers, states_of
 from sparsync.errors import ConfigurationError
 from sparsync.fields import Each, Either, Exactly, Fields, Kind, Number, Plain, Values, like
 from sparsync.units import is_finite, local_of
@@ -124,46 +122,9 @@ def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[
 def _kept_after_a_step(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Return an optimizer's state of each parameter, now or after a first step; None if unknown.
-
-    For torch's own optimizers, a step on tensors without memory reveals the state at no cost.  Other
-    optimizers are not tried: they may do anything in a step, even exchange messages.
-    """
-    kept: dict[Tensor, Mapping[str, Any]] = {}
-    if type(optimizer).__module__.startswith("torch.optim"):
-        kept = _step_without_memory(optimizer)
-    return {
-        name: optimizer.state.get(parameter) or kept.get(parameter) or None
-        for name, parameter in _named(module, optimizer)
-    }
-
-
-def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
-    """Step a copy of the optimizer with parameters on the meta device; return the state it builds."""
-    # build the double by hand: deepcopy would copy moments, and a subclass may change the constructor
-    double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
-    double.__dict__ = dict(optimizer.__dict__)
-    double.state, double.param_groups = defaultdict(dict), []
-    for group in optimizer.param_groups:
-        without = []
-        for parameter in group["params"]:
-            twin = nn.Parameter(local_of(parameter.detach()).to("meta"), parameter.requires_grad)
-            twin.grad = torch.empty_like(twin)
-            real[twin] = parameter
-            without.append(twin)
-        # these switches need a real device
-        plain: dict[str, Any] = {
-            key: False for key in ("foreach", "fused", "capturable") if key in group
-        }
-        double.param_groups.append({**group, **plain, "params": without})
-    step: Any = type(optimizer).step
-    # ASGD and Adafactor raise when they read a number from a tensor without memory; by then their state
-    # exists
-    with suppress(Exception):
-        # call the function inside torch's wrapper (``profile_hook_step``), because no hook may see
-        # this step
-        getattr(step, "__wrapped__", step)(double)
-    return {real[twin]: kept for twin, kept in double.state.items()}
+    """Return an optimizer's state of each parameter, now or after a first step; None if unknown."""
+    kept = states_of(optimizer)
+    return {name: kept.get(parameter) for name, parameter in _named(module, optimizer)}
 
 
 def _moments_kind(kept: Mapping[str, Any] | None, finite: bool) -> Kind:

@@ -195,6 +195,8 @@ class UpdateSync(Handle):
         self._kinds = kinds_of(self._weights.trained)
         self._seen: list[Any] = []  # the parameters that trained when the model was last checked
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
+        # that have not stepped in the current iteration, so their parameters hold former gradients
+        self._resting = set(own.outer.optimizers)
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
@@ -302,6 +304,7 @@ class UpdateSync(Handle):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self._differs = True
+        self._resting.discard(optimizer)
         # a skipped step has no gradients worth measuring, but it counts, because other ranks may
         # have made it
         if skipped:
@@ -471,12 +474,14 @@ class UpdateSync(Handle):
         # raises, because the other ranks have made it.
         try:
             if self._weights.noise is not None and outer.begins_last(outer.steps):
-                self._weights.noise.sample(outer.steps, self._skipped)
+                former = (p for o in self._resting for g in o.param_groups for p in g["params"])
+                self._weights.noise.sample(outer.steps, self._skipped.union(former))
             self._weights.average_buffers()
             run(outer.advance(outer.steps))
         finally:
             outer.count()
             self._skipped.clear()
+            self._resting.update(outer.optimizers)
             self._changes.remember()
             self._count_for_node()
         self._count_ranks()

@@ -112,7 +112,8 @@ class Wagma(Accompanied):
     Cost: per step, 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n if that
     is cheaper (rounded: S - 1 + ceil(log2 S) messages), and at most log2 P activations.  Memory: the
     published model and the newest result; rounded: also the last global average and the error.
-    State: the step and the error; a resumed run starts as after a global average.
+    State: the step; rounded: also the error and the last global average.  A resumed run starts as after a
+    global average.
     Differs from the paper: any P and S; a late rank that finds no newer result keeps its model; the
     deadline.
 

@@ -23,6 +23,10 @@ __all__ = ["ZmqHost"]
 _WAKE: Final = "inproc://wake"  # private to an actor's context, so all actors may use the same name
 _NAP: Final = 0.5  # seconds between checks for deaths while nothing arrives and nothing is due
 _NAMED: Final = 4  # number of ranks named in an error, the longest silent first
+_CLOSED: Final = (
+    "this averager was closed, or another one took over its communicator; give each averager a "
+    "connect() of its own, and make a new one after close()"
+)
 _WHOLE: Final = Raw("value", variable=True)
 
 
@@ -71,6 +75,8 @@ class ZmqHost(Host):
         self._asked = [*(one for one in self._asked if not one.done), asked]
         if self._error is not None:
             asked.end(error=self._error)
+        elif self._closing:
+            asked.end(error=CommunicationError(f"{where()}: {_CLOSED}"))
         self.call(partial(function, asked.end))
         return asked
 

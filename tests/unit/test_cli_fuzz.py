@@ -297,7 +297,7 @@ STARTED = {
     "doctor": ["--ranks", "2"],
 }
 FEW = [number for number in NUMBERS if number not in BEYOND]
-STARTS = 16
+STARTS = 8
 ENDS = 120  # seconds of a call with ranks
 
 

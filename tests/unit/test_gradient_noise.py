@@ -88,6 +88,30 @@ def test_matrices_whose_rows_are_tokens_are_measured_by_rows():
         assert noise_of([muon], dict(model.named_parameters()), model).values.numel() == 66
 
 
+def test_what_a_later_group_will_hold_is_measured_from_the_start():
+    """Also, a state saved after the group was added fits an optimizer that has it from the start."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW([model.weight])
+    noise = noise_of([optimizer], dict(model.named_parameters()))
+    draw, ranks = torch.Generator().manual_seed(0), 2
+    for step in range(60):
+        if step == 20:
+            optimizer.add_param_group({"params": [model.bias]})
+        sums = []
+        for _ in range(ranks):  # pure noise, of which half remains in the average
+            for parameter in model.parameters() if step >= 20 else [model.weight]:
+                parameter.grad = torch.randn(parameter.shape, generator=draw)
+            noise.sample(step)
+            sums.append(noise.values.clone())
+        noise.values.copy_(torch.stack(sums).mean(0))
+        noise.measure()
+        assert (noise.shares[model.bias] == 1) == (step < 20)
+    assert all(0.3 < noise.shares[parameter] < 0.7 for parameter in model.parameters())
+    other = torch.optim.SGD([model.bias])
+    trained = dict(model.named_parameters())
+    assert noise_of([torch.optim.AdamW([model.weight]), other], trained).values.numel() == 66
+
+
 def test_a_rate_of_zero_and_elements_without_gradients_move_nothing():
     parameter, optimizer, _ = trained(lr=0.0)
     correct(optimizer, {parameter: 0.25}, 4)

@@ -301,6 +301,12 @@ def test_weights_that_are_loaded_between_steps_are_refused_if_former_ones_are_ke
 # ---- what is compared at the start -----------------------------------------------------------------
 
 
+def unequal_after_a_load(comm):
+    averager = allreduce(linear(comm.rank), comm=comm)
+    averager.load_state_dict(averager.state_dict())  # from before the first step
+    return averager
+
+
 def unequal_frozen(comm):
     model = nn.ModuleList([linear(comm.rank).requires_grad_(False), linear()])
     return allreduce(model, comm=comm)
@@ -319,6 +325,7 @@ def unequal_moments(comm):
             lambda comm: allreduce(linear(comm.rank), comm=comm),
             r"initial values of 'weight' .*seed all ranks alike",
         ),
+        (unequal_after_a_load, r"initial values of 'weight' .*seed all ranks alike"),
         (unequal_frozen, r"initial values of '0.weight'"),
         (
             lambda comm: allreduce(linear(bias=comm.rank == 0), comm=comm),

@@ -402,7 +402,8 @@ class Averager(Stateful):
     def _begin_again(self) -> None:
         """After a state was loaded, let the next step begin with the model as it is then."""
         self._begun = self._overwritten = False
-        if self._binding is not None:
+        # a state from before the first step says nothing about the ranks' models: they are compared
+        if self._binding is not None and self.steps:
             self._binding.forget_start()
 
     def _binding_of(self, method: str) -> Binding:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sparsync.algorithm import Algorithm
 from sparsync.arrays import as_vector
 from sparsync.collectives.collective import Reduced
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.presets import PRESETS, preset, resolve
 from sparsync.reduction import SUM, Reduction, densify, entries_of, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector
@@ -113,7 +113,8 @@ def allreduce(
 
     Returns:
         ``total``, bit-identical on every rank, and ``delivered``, this rank's share of it: vectors with
-        ``to_dense()``, ``to_torch()``, ``to_numpy()`` and ``to_scipy()``.
+        ``to_dense()``, ``to_torch()``, ``to_numpy()`` and ``to_scipy()``.  Their ``absent`` is the
+        operation's neutral element.
 
     Raises:
         ConfigurationError: the algorithm, operation or option is unknown, the vector is not 1-D, or
@@ -325,6 +326,8 @@ def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
     """Check the vector; return a program that compares the call, then collects all vectors."""
     given, codec = as_vector(vector), StreamCodec()
     size, dtype = given.size, given.values.dtype
+    if isinstance(given, SparseVector):
+        _check_absent(given, 0, "of allgather")
     few = SparseVector.from_dense(given.values) if isinstance(given, DenseVector) else given
     limit = codec.limit(size, dtype)
     mine = few if limit is None or few.nnz <= limit else densify(given)
@@ -364,10 +367,20 @@ def _filled_in(
     return filled
 
 
+def _check_absent(given: SparseVector, neutral: int | float, of: str) -> None:
+    """Refuse the total of another operation, whose absent elements would change their value."""
+    require(
+        given.absent in (0, neutral),  # 0 unless an operation made the vector
+        f"the elements that the vector does not store are {given.absent}, but those {of} are {neutral}; "
+        "give its to_dense()",
+    )
+
+
 def _select(given: Vector, algorithm: Algorithm, k: int | None, operation: Reduction) -> Vector:
     """Take the k largest entries of a dense vector; without k, drop only neutral elements."""
     neutral = operation.neutral(given.values.dtype)
     if isinstance(given, SparseVector):
+        _check_absent(given, neutral, f"of '{operation.name}'")
         says_nothing = given.values == neutral
         return given.keep(~says_nothing) if bool(says_nothing.any()) else given
     if k is None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +26,12 @@ __all__ = [
     "densify",
     "entries_of",
     "fold",
+    "neutral_absent",
     "reduction",
 ]
 
 Number = int | float
+V = TypeVar("V", SparseVector, DenseVector, Vector)
 
 
 @dataclass(frozen=True)
@@ -144,17 +147,17 @@ def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None 
     """
     if isinstance(a, SparseVector) and isinstance(b, SparseVector):
         if limit is None or a.nnz + b.nnz <= limit:
-            return _combine_sparse(a, b, operation)
+            return neutral_absent(_combine_sparse(a, b, operation), operation)
         a = densify(a, operation)
     if isinstance(a, SparseVector):
         values = b.to_dense().clone()
         values[a.indices] = operation.apply(a.values, values[a.indices])
-        return DenseVector(values)
-    if isinstance(b, DenseVector):
-        return DenseVector(operation.apply(a.values, b.values))
-    values = a.values.clone()
-    values[b.indices] = operation.apply(values[b.indices], b.values)
-    return DenseVector(values)
+    elif isinstance(b, SparseVector):
+        values = a.values.clone()
+        values[b.indices] = operation.apply(values[b.indices], b.values)
+    else:
+        values = operation.apply(a.values, b.values)
+    return neutral_absent(DenseVector(values), operation)
 
 
 def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | None = None) -> Vector:
@@ -172,14 +175,29 @@ def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | Non
     few = limit is None or sum(v.nnz for v in sparse) <= limit
     if operation is SUM and few and len(sparse) == len(vectors):
         return SparseVector.merge(sparse)
-    return functools.reduce(lambda a, b: combine(a, b, operation, limit), vectors)
+    whole = functools.reduce(lambda a, b: combine(a, b, operation, limit), vectors)
+    return neutral_absent(whole, operation)  # also if there is only one vector
 
 
 def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
     """Return the dense form of a vector; absent elements become the operation's neutral element."""
     if isinstance(vector, DenseVector):
         return vector
-    return DenseVector(vector.to_dense(operation.neutral(vector.values.dtype)))
+    sparse = neutral_absent(vector, operation)
+    return DenseVector(sparse.to_dense(), sparse.absent)
+
+
+def neutral_absent(vector: V, operation: Reduction) -> V:
+    """Return the vector; the elements that it does not store are the operation's neutral element.
+
+    Example:
+        >>> product = SparseVector(torch.tensor([1]), torch.tensor([5.0]), 3)
+        >>> neutral_absent(product, OPERATIONS["prod"]).to_dense()
+        tensor([1., 5., 1.])
+    """
+    if operation is SUM:
+        return vector
+    return replace(vector, absent=operation.neutral(vector.values.dtype))
 
 
 def entries_of(vector: Vector, operation: Reduction = SUM) -> int:

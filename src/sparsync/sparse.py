@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import importlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -32,15 +32,16 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class SparseVector:
-    """A vector of ``size`` elements of which ``nnz`` are stored; the others are neutral.
-
-    The neutral element is 0, except for operations other than the sum (``sparsync.reduction``).
+    """A vector of ``size`` elements of which ``nnz`` are stored; the others are ``absent``.
 
     Attributes:
         indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``; candidates collected
             for a selector may have ``torch.int32``.
         values: `[nnz]`, any floating or integer dtype, on the device of ``indices``.
         size: number of elements n of the whole vector.
+        absent: the value of the elements that are not stored: 0, or the neutral element of the operation
+            that made the vector (``sparsync.reduction``).  ``subtract_from_``, ``write_to_`` and
+            ``divide_`` are for sums, and take it for 0.
 
     The constructor checks only types (it is on the hot path); ``check`` verifies the elements.
 
@@ -53,6 +54,7 @@ class SparseVector:
     indices: Tensor
     values: Tensor
     size: int
+    absent: int | float = 0
 
     def __post_init__(self) -> None:
         tensors = isinstance(self.indices, Tensor) and isinstance(self.values, Tensor)
@@ -72,13 +74,13 @@ class SparseVector:
     def from_dense(dense: Tensor, absent: int | float = 0) -> SparseVector:
         """Keep the elements of a 1-D tensor that differ from ``absent``; NaN always does."""
         indices = (dense if absent == 0 else dense != absent).nonzero().flatten()
-        return SparseVector(indices, dense[indices], dense.numel())
+        return SparseVector(indices, dense[indices], dense.numel(), absent)
 
     @staticmethod
     def join(parts: Sequence[SparseVector]) -> SparseVector:
         """Concatenate vectors of one size whose indices ascend from part to part; nothing is added."""
         indices, values = (torch.cat([getattr(p, f) for p in parts]) for f in ("indices", "values"))
-        return SparseVector(indices, values, parts[0].size)
+        return SparseVector(indices, values, parts[0].size, parts[0].absent)
 
     @staticmethod
     def merge(parts: Sequence[SparseVector], within: Tensor | None = None) -> SparseVector:
@@ -109,13 +111,16 @@ class SparseVector:
         cuts = torch.tensor(list(boundaries), dtype=torch.int64, device=self.indices.device)
         places = pairwise(torch.searchsorted(self.indices, cuts).tolist())
         return [
-            SparseVector(self.indices[low:high] - start, self.values[low:high], stop - start)
+            SparseVector(
+                self.indices[low:high] - start, self.values[low:high], stop - start, self.absent
+            )
             for (low, high), (start, stop) in zip(places, pairwise(boundaries), strict=True)
         ]
 
     def embed(self, start: int, size: int) -> SparseVector:
         """Place this region at offset ``start`` of a vector of ``size`` elements."""
-        return SparseVector(self.indices + start if start else self.indices, self.values, size)
+        indices = self.indices + start if start else self.indices
+        return SparseVector(indices, self.values, size, self.absent)
 
     def restrict(self, indices: Tensor) -> SparseVector:
         """Keep the elements whose index is among the ascending ``indices``."""
@@ -123,7 +128,8 @@ class SparseVector:
 
     def keep(self, which: Tensor | builtins.slice) -> SparseVector:
         """Keep the stored elements selected by a mask, by ascending positions, or by a slice."""
-        return SparseVector(self.indices[which].to(torch.int64), self.values[which], self.size)
+        indices = self.indices[which].to(torch.int64)
+        return SparseVector(indices, self.values[which], self.size, self.absent)
 
     def top(self, k: int) -> SparseVector:
         """Keep the ``k`` stored elements of largest magnitude; ties go to the lower index."""
@@ -131,18 +137,21 @@ class SparseVector:
             return self
         return self.keep(kernels.top(self.values, k) if self.nnz > k else slice(None))
 
-    def to_dense(self, absent: int | float = 0) -> Tensor:
+    def to_dense(self) -> Tensor:
         """Return the `[size]` tensor, with ``absent`` for elements that are not stored."""
-        dense = self.values.new_full((self.size,), absent)
+        dense = self.values.new_full((self.size,), self.absent)
         dense[self.indices] = self.values
         return dense
 
     def to(self, device: torch.device) -> SparseVector:
         """Move to a device."""
-        return SparseVector(self.indices.to(device), self.values.to(device), self.size)
+        indices, values = self.indices.to(device), self.values.to(device)
+        return SparseVector(indices, values, self.size, self.absent)
 
     def to_numpy(self) -> tuple[Any, Any, int]:
         """Return ``(indices, values, size)`` as NumPy arrays, which share the memory of CPU tensors.
+
+        The elements that are not stored are ``absent``.
 
         Raises:
             ConfigurationError: NumPy lacks the dtype of the values.
@@ -152,18 +161,32 @@ class SparseVector:
     def to_scipy(self) -> Any:
         """Return a ``scipy.sparse.coo_array`` of one row, `[1, size]`.
 
+        Unless ``absent`` is 0, all elements are stored, because SciPy takes the others for 0.
+
         Raises:
             ConfigurationError: SciPy is not installed, or lacks the dtype of the values.
         """
-        return _scipy(*self.to_numpy())
+        return _scipy(*self._with_zeros_absent().to_numpy())
 
     def to_torch(self) -> Tensor:
-        """Return a coalesced ``torch.sparse_coo_tensor``, `[size]`."""
+        """Return a coalesced ``torch.sparse_coo_tensor``, `[size]`.
+
+        Unless ``absent`` is 0, all elements are stored, because PyTorch takes the others for 0.
+        """
+        vector = self._with_zeros_absent()
         # declaring the tensor coalesced is safe, because indices ascend and are unique
-        indices, shape = self.indices.view(1, -1), (self.size,)
+        indices, shape = vector.indices.view(1, -1), (vector.size,)
         return torch.sparse_coo_tensor(
-            indices, self.values, shape, check_invariants=False, is_coalesced=True
+            indices, vector.values, shape, check_invariants=False, is_coalesced=True
         )
+
+    def _with_zeros_absent(self) -> SparseVector:
+        """Return an equal vector that leaves out nothing but zeros."""
+        if self.absent == 0:
+            return self
+        # zeros are stored as well: read back for this operation, an absent element would be neutral
+        everywhere = torch.arange(self.size, device=self.indices.device)
+        return SparseVector(everywhere, self.to_dense(), self.size)
 
     def subtract_from_(self, dense: Tensor) -> None:
         """``dense -= self``, in place, touching ``nnz`` elements."""
@@ -209,9 +232,16 @@ class SparseVector:
 
 @dataclass(frozen=True, eq=False)
 class DenseVector:
-    """A vector that stores all of its elements."""
+    """A vector that stores all of its elements.
 
-    values: Tensor  # [size]
+    Attributes:
+        values: `[size]`.
+        absent: the value of the elements that the sparse forms of this vector leave out, as in
+            ``SparseVector``.
+    """
+
+    values: Tensor
+    absent: int | float = field(default=0, repr=False)
 
     @property
     def size(self) -> int:
@@ -225,7 +255,7 @@ class DenseVector:
 
     def to(self, device: torch.device) -> DenseVector:
         """Move to a device."""
-        return DenseVector(self.values.to(device))
+        return DenseVector(self.values.to(device), self.absent)
 
     def to_dense(self) -> Tensor:
         """Return the stored tensor itself."""
@@ -237,16 +267,16 @@ class DenseVector:
         return self.values.dtype
 
     def to_numpy(self) -> tuple[Any, Any, int]:
-        """Return the nonzero elements, as ``SparseVector.to_numpy`` does."""
-        return SparseVector.from_dense(self.values).to_numpy()
+        """Return the elements that differ from ``absent``, as ``SparseVector.to_numpy`` does."""
+        return SparseVector.from_dense(self.values, self.absent).to_numpy()
 
     def to_scipy(self) -> Any:
-        """Return the nonzero elements, as ``SparseVector.to_scipy`` does."""
-        return SparseVector.from_dense(self.values).to_scipy()
+        """Return the elements that differ from ``absent``, as ``SparseVector.to_scipy`` does."""
+        return SparseVector.from_dense(self.values, self.absent).to_scipy()
 
     def to_torch(self) -> Tensor:
-        """Return the nonzero elements, as ``SparseVector.to_torch`` does."""
-        return SparseVector.from_dense(self.values).to_torch()
+        """Return the elements that differ from ``absent``, as ``SparseVector.to_torch`` does."""
+        return SparseVector.from_dense(self.values, self.absent).to_torch()
 
     def run(self, start: int, stop: int) -> Tensor:
         """Return elements ``[start, stop)``; the caller must not write to them."""

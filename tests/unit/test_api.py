@@ -106,6 +106,53 @@ def test_results_go_to_other_libraries(dense):
         assert torch.equal(allreduce(form, connect()).total.to_dense(), values)
 
 
+@pytest.mark.parametrize(
+    ("op", "values", "expected", "stored"),
+    [
+        (
+            "prod",
+            [[1.0, 2, 1, 0] + [1] * 4, [1.0, 3, 1, 5] + [1] * 4],
+            [1, 6, 1, 0] + [1] * 4,
+            [1, 3],
+        ),
+        ("logical_and", [[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]], [1, 1, 0, 1, 1], [2]),
+        ("and", [[-1, 6, -1, -1, -1], [-1, 3, -1, 0, -1]], [-1, 2, -1, 0, -1], [1, 3]),
+        (
+            "min",
+            [[torch.inf, 2.0, torch.inf], [torch.inf, 0.0, torch.inf]],
+            [torch.inf, 0, torch.inf],
+            [1],
+        ),
+        ("max", [[0.0, -1.0, 3.0], [-1.0, 0.0, 1.0]], [0, 0, 3], [0, 1, 2]),  # zeros that count
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["sparcml-auto", "recursive-doubling", "dynamic"])
+def test_results_of_any_operation_go_to_other_libraries(op, values, expected, stored, algorithm):
+    async def program(comm):
+        return await _prepare(torch.tensor(values[comm.rank]), algorithm, None, op, {})(comm)
+
+    for rank, reduced in enumerate(simulate_ranks(program, 2).results):
+        total = reduced.total
+        assert total.to_dense().tolist() == expected
+        assert total.to_torch().to_dense().tolist() == expected
+        assert total.to_scipy().toarray().tolist() == [expected]
+        assert total.to_numpy()[0].tolist() == stored
+        assert total.absent == reduction(op).neutral(total.values.dtype)
+        assert reduced.delivered.to_dense().tolist() == values[rank]
+        # each form may be reduced again
+        for form in (total, total.to_dense(), total.to_torch(), total.to_numpy()):
+            assert allreduce(form, connect(), op=op).total.to_dense().tolist() == expected
+
+
+@pytest.mark.parametrize("call", [allreduce, allgather])
+def test_a_total_of_another_operation_is_refused(call):
+    product = allreduce(torch.tensor([1.0, 2.0]), connect(), op="prod").total
+    with pytest.raises(
+        ConfigurationError, match=r"does not store are 1, but .* are 0; give its to"
+    ):
+        call(product, connect())
+
+
 def test_a_result_shares_its_memory_with_numpy():
     total = SparseVector(torch.tensor([1]), torch.tensor([3.0]), 2)
     total.to_numpy()[1][0] = 5.0

@@ -59,6 +59,17 @@ def test_split_then_embed_then_join_is_the_identity(data, whole):
     same_vector(SparseVector.join(placed), whole)
 
 
+def test_parts_of_a_vector_have_its_absent_elements():
+    whole = SparseVector(torch.tensor([1, 2]), torch.tensor([5.0, 3.0]), 4, absent=1)
+    parts = [part.to_dense().tolist() for part in whole.split([0, 1, 4])]
+    assert parts == [[1.0], [5.0, 3.0, 1.0]]
+    kept = [whole.top(1), whole.restrict(torch.tensor([1])), SparseVector.join([whole.keep([0])])]
+    assert [one.to_dense().tolist() for one in kept] == [[1.0, 5.0, 1.0, 1.0]] * 3
+    assert whole.embed(1, 5).to_dense().tolist() == [1.0, 1.0, 5.0, 3.0, 1.0]
+    assert whole.to(torch.device("cpu")).absent == 1
+    assert DenseVector(whole.to_dense(), 1).to(torch.device("cpu")).to_numpy()[0].tolist() == [1, 2]
+
+
 def test_split_works_where_32_bits_end():
     far = vector([5, (1 << 31) + 5, (1 << 40) - 1], [1.0, 2.0, 3.0], 1 << 40)
     parts = far.split([0, 1 << 31, 1 << 39, 1 << 40])
@@ -156,7 +167,7 @@ def test_a_fold_is_the_dense_reduction_whatever_the_forms(problem, limit, data):
     ]
     before = [v.values.clone() for v in vectors]
     folded = fold(vectors, operation, limit)
-    same(densify(folded, operation).values + 0, reference(operation, rows) + 0)
+    same(folded.to_dense() + 0, reference(operation, rows) + 0)
     for vector, values in zip(vectors, before, strict=True):
         same(vector.values, values)  # nothing was modified
     if isinstance(folded, SparseVector):

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsync.collectives.collective import Collective, Reduced, check_cap, less, most_entries
 from sparsync.collectives.costs import ENTRY_BYTES, WORD_BYTES, Cost
 from sparsync.errors import ConfigurationError
-from sparsync.reduction import SUM, Reduction, combine, densify, fold, reduction
+from sparsync.reduction import SUM, Reduction, combine, densify, fold, neutral_absent, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.wire.codec import HEADER_BYTES, Encoded, MessageFraming, decode_as
@@ -271,7 +271,8 @@ class Call:
         If no rank keeps rounding errors, the whole share counts as delivered and the errors as lost.  The
         caller may scale the total in place, so the total shares no memory with ``delivered``.
         """
-        mine = self.mine
+        # messages do not say what their absent elements are
+        mine, total = (neutral_absent(vector, self.operation) for vector in (self.mine, total))
         if total.values.untyped_storage().data_ptr() == mine.values.untyped_storage().data_ptr():
             total = replace(total, values=total.values.clone())
         if not self._errors:

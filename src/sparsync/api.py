@@ -86,7 +86,7 @@ def allreduce(
     algorithm: str | Algorithm | None = None,
     *,
     k: int | None = None,
-    op: str | Reduction = "sum",
+    op: str | Reduction | None = None,
     **options: Any,
 ) -> Reduced:
     """Reduce a vector over all ranks once; every rank must call this.
@@ -108,7 +108,8 @@ def allreduce(
         k: number of entries to take, per rank and in the total; equal on all ranks.  None for all.
         op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or your own
             ``Reduction``; elements that a vector does not store count as the operation's neutral
-            element.  Only SparCML's collectives take operations other than the sum.
+            element.  Only SparCML's collectives take operations other than the sum.  Default: the one
+            of an ``Algorithm``, otherwise "sum".
         options: options of the preset.
 
     Returns:
@@ -138,7 +139,7 @@ def iallreduce(
     algorithm: str | Algorithm | None = None,
     *,
     k: int | None = None,
-    op: str | Reduction = "sum",
+    op: str | Reduction | None = None,
     **options: Any,
 ) -> Future[Reduced]:
     """Start an ``allreduce`` in the background and return its future at once.
@@ -278,11 +279,11 @@ def _prepare(
     vector: Any,
     algorithm: str | Algorithm | None,
     k: int | None,
-    op: str | Reduction,
+    op: str | Reduction | None,
     options: dict[str, Any],
 ) -> _Program[Reduced]:
     """Check the arguments and select entries; return a program that compares the call, then reduces."""
-    given, operation = as_vector(vector), reduction(op)
+    given, operation = as_vector(vector), _operation(algorithm, op)
     operation.check(given.values.dtype)
     if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 0):
         raise ConfigurationError(
@@ -295,6 +296,12 @@ def _prepare(
         )
     wanted = algorithm or ("sparcml-auto" if k is None else "budgeted")
     chosen = resolve(wanted, **_filled_in(wanted, k, operation, options))
+    own = chosen.make_collective().operation
+    require(
+        own == operation,
+        f"op is '{operation.name}', but the Algorithm {chosen.name} reduces with '{own.name}'; omit "
+        "op, or give the name of an algorithm",
+    )
     ready, most = _select(given, chosen, k, operation), given.size if k is None else k
     facts = {
         "size": given.size,
@@ -349,18 +356,24 @@ def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
     return gather
 
 
+def _operation(algorithm: str | Algorithm | None, op: str | Reduction | None) -> Reduction:
+    """Return the operation of a call: the given one, or the one inside an ``Algorithm``."""
+    if op is not None:
+        return reduction(op)
+    return algorithm.make_collective().operation if isinstance(algorithm, Algorithm) else SUM
+
+
 def _filled_in(
     algorithm: str | Algorithm, k: int | None, operation: Reduction, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Add the options that follow from the call: the operation, and no cap if there is no k."""
     known = preset(algorithm).options if isinstance(algorithm, str) else {}
     filled = {"cap": None, **options} if k is None and "cap" in known else dict(options)
-    if operation is not SUM:
+    if operation is not SUM and isinstance(algorithm, str):
         if "op" not in known:
-            name = algorithm if isinstance(algorithm, str) else algorithm.name
             general = ", ".join(n for n, row in sorted(PRESETS.items()) if "op" in row.options)
             raise ConfigurationError(
-                f"{name} only sums, and does not support '{operation.name}'; choose one of "
+                f"{algorithm} only sums, and does not support '{operation.name}'; choose one of "
                 f"{general}"
             )
         filled["op"] = operation

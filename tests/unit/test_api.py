@@ -188,6 +188,30 @@ def test_any_operation_and_dtype_without_k(op, dtype, values, expected):
 
 
 @pytest.mark.parametrize(
+    "name", ["ring", "recursive-doubling", "dynamic", "split-allgather", "sparcml-auto"]
+)
+def test_the_operation_inside_an_algorithm_counts(name):
+    async def program(comm):
+        mine = torch.tensor([[0.0, 5.0, -3.0], [-1.0, 2.0, -4.0]][comm.rank])
+        algorithm = resolve(name, op="max", cap=None)
+        return (await _prepare(mine, algorithm, None, None, {})(comm)).total.to_dense().tolist()
+
+    assert simulate_ranks(program, 2).results == [[0.0, 5.0, -3.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"op": "sum"}, "op is 'sum', but the Algorithm ring reduces with 'max'; omit op"),
+        ({"k": 1}, "k works with sums, not with 'max'"),
+    ],
+)
+def test_what_contradicts_the_operation_inside_an_algorithm_is_refused(arguments, says):
+    with pytest.raises(ConfigurationError, match=says):
+        allreduce(torch.ones(2), connect(), resolve("ring", op="max", cap=None), **arguments)
+
+
+@pytest.mark.parametrize(
     ("fact", "arguments"),
     [
         ("size", lambda rank: (torch.ones(2 + rank), None, "sum")),

@@ -49,6 +49,14 @@ def test_quotas_are_derived_once_per_step_however_many_parameters_there_are(
         assert len(calls) <= 2 * len(units)
 
 
+def test_an_operation_other_than_the_sum_is_refused():
+    units = plan_units([("w", torch.zeros(4))])
+    with pytest.raises(
+        ConfigurationError, match="ring reduces with 'max', but training needs sums"
+    ):
+        Reducer(SoloCommunicator(), units, resolve("ring", op="max", cap=None), 0.5)
+
+
 def test_draws_of_two_seeds_are_two_sequences_and_not_one_shifted():
     drawn = {(seed, step): mixed_seed(seed, step) for seed in range(20) for step in range(20)}
     assert len(set(drawn.values())) == 400 and all(0 <= s < 2**63 for s in drawn.values())

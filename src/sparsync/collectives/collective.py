@@ -13,6 +13,7 @@ import torch
 from sparsync import kernels
 from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.errors import require
+from sparsync.reduction import SUM, Reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.state import Stateful
 from sparsync.transports.communicator import Communicator
@@ -47,11 +48,13 @@ class Reduced:
 
 
 class Collective(Stateful):
-    """Sums one vector per rank.  Its memory (boundaries, thresholds) is ``self.state``.
+    """Sums one vector per rank, or reduces them with another operation.
 
-    One instance serves one unit, so ``size`` is the same on every call.
+    Its memory (boundaries, thresholds) is ``self.state``.  One instance serves one unit, so ``size`` is
+    the same on every call.
 
     Attributes:
+        operation: its neutral element is the value of elements that a sparse vector does not store.
         result: the kind of total, which determines the lower bound for comparing costs.
         by_runs: whether the collective reads a dense vector only through ``DenseVector.run``, never
             as a whole.
@@ -59,6 +62,7 @@ class Collective(Stateful):
             order of the delivered vectors; "tree": another order, the same on every run.
     """
 
+    operation: Reduction = SUM
     result: Result = "sum"
     order: Literal["rank", "tree"] = "rank"
     by_runs: bool = False

@@ -24,12 +24,14 @@ from torch import Tensor
 from sparsync import kernels
 from sparsync.algorithm import Algorithm
 from sparsync.collectives import Reduced
+from sparsync.errors import require
 from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.residual import Growth, Residual, Runs
 from sparsync.feedback.schedule import Warmup
 from sparsync.feedback.shares import SharesState
 from sparsync.feedback.step import Consensus, Plan, Proposal, Use, channel_of
 from sparsync.monitoring import Measured, Monitor, Sink
+from sparsync.reduction import SUM
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import together
@@ -82,6 +84,12 @@ class Reducer:
         parts = [algorithm.for_unit(unit) for unit in units]
         self.selectors = [selector for selector, _ in parts]
         self.collectives = [collective for _, collective in parts]
+        for collective in self.collectives:
+            require(
+                collective.operation is SUM,
+                f"{algorithm.name} reduces with '{collective.operation.name}', but training needs sums; "
+                "omit op",
+            )
         self.residuals = [
             Residual(u.size, u.dtype, u.device, on_host=on_host and collective.by_runs)
             for u, collective in zip(units, self.collectives, strict=True)

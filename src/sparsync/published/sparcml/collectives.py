@@ -475,6 +475,7 @@ class SparcmlAuto(Collective):
         self.codec, self.cap = codec or StreamCodec(), cap
         self.state = SparcmlAutoState()
         self._doubling = RecursiveDoubling(self.codec, op=op, cap=cap)
+        self.operation = self._doubling.operation
         self._split = split_allgather(self.codec, op=op, cap=cap)
         self._dynamic = Dynamic(self.codec, op=op, cap=cap)
 
@@ -495,7 +496,7 @@ class SparcmlAuto(Collective):
         reduced = await chosen.reduce(comm, selected, k, step)
         # count only the nonzero entries of dense totals, or one dense total would make all later ones
         # dense
-        entries = entries_of(reduced.total, self._doubling.operation)
+        entries = entries_of(reduced.total, self.operation)
         self.state = SparcmlAutoState(entries, most)
         return reduced
 

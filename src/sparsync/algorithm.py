@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from inspect import Parameter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsync.collectives.collective import Collective
@@ -17,10 +18,13 @@ from sparsync.collectives.costs import Cost, Job, Result
 from sparsync.collectives.dense import Dense
 from sparsync.errors import ConfigurationError
 from sparsync.names import parameters_of, text_of
+from sparsync.reduction import Reduction
 from sparsync.selection.selector import Everything, Exact, Selector
+from sparsync.state import Stateful
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
 from sparsync.units import Unit
+from sparsync.wire.codec import Codec
 
 __all__ = [
     "LARGE",
@@ -30,6 +34,7 @@ __all__ = [
     "default_bits",
     "default_density",
     "row",
+    "settings_of",
 ]
 
 # Models with at least this many elements exchange 1 %. In a smaller model, delay costs more steps
@@ -204,6 +209,36 @@ def row(
 
     make.__doc__ = getattr(collective, "func", collective).__doc__
     return Preset(make, source, planned, passes_on=collective)
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, Codec, Reduction)
+
+
+def settings_of(part: object) -> str:
+    """Return the type of a selector or collective and its settings, as a text that ranks compare.
+
+    Example:
+        >>> settings_of(Exact()), settings_of([Dense(), 0.5])
+        ('Exact()', '[Dense(), 0.5]')
+    """
+    if isinstance(part, _PLAIN):
+        return repr(part)
+    if isinstance(part, list | tuple):
+        return f"[{', '.join(map(settings_of, part))}]"
+    kept: dict[str, Any] = {}
+    if isinstance(part, Stateful):
+        # Public attributes count as settings, so that a third party's class need not declare any.  Of
+        # the private ones, which may be caches, only further selectors and collectives count.
+        for name, value in sorted(vars(part).items()):
+            parts = value if isinstance(value, list | tuple) else [value]
+            inner = any(isinstance(one, Stateful) for one in parts)
+            if name != "state" and (inner or not name.startswith("_")):
+                kept[name] = value
+    elif is_dataclass(part):
+        kept = {field.name: getattr(part, field.name) for field in fields(part)}
+    # anything else is only named, because its text may have an address
+    named = ", ".join(f"{name}={settings_of(value)}" for name, value in kept.items())
+    return f"{type(part).__name__}({named})"
 
 
 def default_density(elements: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
-from sparsync.algorithm import Algorithm
+from sparsync.algorithm import Algorithm, settings_of
 from sparsync.arrays import as_vector
 from sparsync.collectives.collective import Reduced
 from sparsync.errors import ConfigurationError, require
@@ -120,7 +120,7 @@ def allreduce(
     Raises:
         ConfigurationError: the algorithm, operation or option is unknown, the vector is not 1-D, or
             k < 0.
-        PeerError: ranks disagree on size, dtype, operation, algorithm or k; a peer died.
+        PeerError: ranks disagree on size, dtype, operation, algorithm, its options or k; a peer died.
 
     Cost: the algorithm's, plus one small allgather in which ranks compare the call.
 
@@ -296,7 +296,8 @@ def _prepare(
         )
     wanted = algorithm or ("sparcml-auto" if k is None else "budgeted")
     chosen = resolve(wanted, **_filled_in(wanted, k, operation, options))
-    own = chosen.make_collective().operation
+    selector, collective = chosen.make_selector(), chosen.make_collective()
+    own = collective.operation
     require(
         own == operation,
         f"op is '{operation.name}', but the Algorithm {chosen.name} reduces with '{own.name}'; omit "
@@ -308,8 +309,9 @@ def _prepare(
         "dtype": given.values.dtype,
         "operation": operation.name,
         "algorithm": chosen.name,
-        "k": most,
-        "options": sorted(options.items(), key=lambda item: item[0]),
+        "k": k,
+        # of the objects, because an Algorithm names no options, and a default may be given as well
+        "options": f"{settings_of(selector)}, {settings_of(collective)}",
     }
     kind = str(facts)
 
@@ -320,7 +322,6 @@ def _prepare(
         # choose different collectives.
         told = await agree(comm, facts, [ready.nnz, totals.last(kind)])
         entries, total = (max(column) for column in zip(*told, strict=True))
-        collective = chosen.make_collective()
         collective.expect(entries, None if total < 0 else total)
         reduced = await collective.reduce(comm, ready, most, step=0)
         totals.note(kind, entries_of(reduced.total, operation))

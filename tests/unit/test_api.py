@@ -18,16 +18,20 @@ from sparsync import (
     iallreduce,
 )
 from sparsync import simulate as simulate_ranks
+from sparsync.algorithm import Algorithm
 from sparsync.api import _prepare, _prepare_gather
+from sparsync.collectives import Allgather
+from sparsync.cost.machine import Machine
 from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback import agreed_setup as agreement
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
 from sparsync.reduction import densify, reduction
+from sparsync.selection import Exact
 from sparsync.transports.agree import agree, on_all_or_none, worst
 from sparsync.transports.groups import Subgroup
 from sparsync.units import plan_units
-from sparsync.wire import Coo
+from sparsync.wire import Coo, Packed, StreamCodec
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -231,6 +235,63 @@ def test_ranks_that_disagree_are_named_before_any_data_moves(fact, arguments):
         return sorted(comm.ledger.by_phase())
 
     assert simulate_ranks(program, 2).results == [["agreement"]] * 2
+
+
+def disagreement(*calls):
+    """Let each rank make its own call; return what each of them said, or its total."""
+
+    async def program(comm):
+        algorithm, k, options = calls[comm.rank]
+        vector = torch.tensor([4.0, 3.0, 2.0, 1.0])
+        try:
+            return (await _prepare(vector, algorithm, k, None, options)(comm)).total.to_dense()
+        except PeerError as error:
+            assert sorted(comm.ledger.by_phase()) == ["agreement"]
+            return str(error)
+
+    return simulate_ranks(program, len(calls)).results
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("recursive-doubling", {"op": "max", "cap": None}, {"op": "min", "cap": None}),
+        ("budgeted", {"codec": Packed("fp32")}, {"codec": Packed("bf16")}),
+        ("sparcml-auto", {"codec": StreamCodec(factor=0.5)}, {}),
+        ("oktopk", {"cap": 0.5}, {"cap": 1.0}),
+        ("oktopk", {"boundaries": "average"}, {"boundaries": "histogram"}),
+        ("auto", {"machine": Machine(alpha=1.0)}, {}),
+        ("redsync", {"thsd1": 1}, {"thsd1": 2}),
+    ],
+)
+def test_the_options_inside_algorithms_are_compared(name, first, second):
+    k = None if "op" in first else 2
+    calls = [(resolve(name, **options), k, {}) for options in (first, second)]
+    fact = "operation" if "op" in first else "options"
+    for said in disagreement(*calls):
+        assert f"ranks disagree on {fact}: rank" in said
+
+
+def test_algorithms_with_settings_that_no_option_names_are_compared():
+    made = [Algorithm("mine", Exact, lambda cap=cap: Allgather(cap=cap)) for cap in (1.0, 2.0)]
+    said, _ = disagreement(*[(one, 2, {}) for one in made])
+    assert (
+        "on options: rank 0 has Exact(), Allgather(cap=1.0, codec=Coo(), keep_error=True)" in said
+    )
+
+
+def test_a_default_that_only_one_rank_gives_is_no_disagreement():
+    calls = [
+        ("budgeted", 2, {}),
+        ("budgeted", 2, {"codec": Packed("bf16")}),
+        (resolve("budgeted"), 2, {}),
+    ]
+    assert [total.tolist() for total in disagreement(*calls)] == [[12.0, 9.0, 0.0, 0.0]] * 3
+
+
+def test_no_k_is_not_the_k_of_all_entries():
+    said, _ = disagreement(("allgather", None, {}), ("allgather", 4, {}))
+    assert "disagree on k: rank 0 has None, rank 1 has 4; give" in said
 
 
 # ---- the memory of a communicator ----------------------------------------------------------------

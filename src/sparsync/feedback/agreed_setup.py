@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsync.algorithm import settings_of
 from sparsync.feedback.reducer import Reducer
 from sparsync.fields import STATE_VERSION
-from sparsync.state import Stateful
 from sparsync.transports.agree import agree, digest
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import STAGES, Traffic
-from sparsync.wire.codec import Codec
 
 __all__ = ["agree_on_reducer", "number_of", "reducer_stats", "set_up_digest", "weights_digest"]
 
@@ -50,7 +49,7 @@ def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object
         "the algorithm": reducer.algorithm.name,
         "its options": reducer.algorithm.options,
         "settings": ", ".join(f"{name}={value}" for name, value in sorted(settings.items())),
-        "its parts": [_settings(p) for p in (*reducer.selectors, *reducer.collectives)],
+        "its parts": [settings_of(p) for p in (*reducer.selectors, *reducer.collectives)],
         "density": reducer.plan.density,
         "xi_period": reducer.xi_period,
         "the warm-up": reducer.plan.warmup,
@@ -60,14 +59,6 @@ def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object
             (len(unit.slots), str(unit.dtype), unit.dense, unit.output) for unit in reducer.units
         ],
     }
-
-
-def _settings(part: Stateful) -> tuple[object, ...]:
-    """Return the type of a selector or collective, and its settings that are plain values."""
-    # public attributes count as settings, so that a third party's class need not declare any
-    plain = (bool, int, float, str, type(None), Codec)
-    kept = [(k, repr(v)) for k, v in sorted(vars(part).items()) if isinstance(v, plain)]
-    return (type(part).__name__, *(pair for pair in kept if not pair[0].startswith("_")))
 
 
 def weights_digest(parameters: Iterable[Tensor]) -> str:

@@ -145,7 +145,8 @@ def iallreduce(
     """Start an ``allreduce`` in the background and return its future at once.
 
     Several calls may be in flight; all ranks must start them in the same order.  The vector must
-    not change until the future is done.
+    not change until the future is done.  A call cannot be cancelled, because the other ranks take part
+    in it.
 
     Raises:
         ConfigurationError: as in ``allreduce``, or too many calls are in flight.

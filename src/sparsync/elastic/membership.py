@@ -157,8 +157,6 @@ class Membership(Presence):
         leaving.add_done_callback(lambda _: self.turns.end_leaving())
         if not wait([leaving], max(until - time.monotonic(), 0)).done:
             return "the others did not take the three steps that leaving needs"
-        if leaving.cancelled():
-            return "its handle was closed"
         failure = leaving.exception()
         return "" if failure is None else (str(failure) or type(failure).__name__).splitlines()[0]
 

@@ -279,7 +279,7 @@ class Engine:
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:
-        """Queue a job; the future gets its result or its exception.
+        """Queue a job; the future gets its result or its exception, and cannot be cancelled.
 
         If a coroutine fails, the ones in flight with it fail with the same exception.
         """
@@ -291,6 +291,8 @@ class Engine:
                 "this engine is closed, or its handle was: attach again to a freshly wrapped model"
             )
         future: Future[T] = Future()
+        # as if it ran already: the other ranks take part in a queued exchange, so it cannot be withdrawn
+        future.set_running_or_notify_cancel()
         self._jobs.put((job, future))
         return future
 
@@ -328,10 +330,7 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
         try:
             if over.is_set():
                 flight.close()
-                raise ConfigurationError(
-                    "the exchange under way was ended: its handle was closed or dropped, or the "
-                    "process ends"
-                )
+                raise _ended()
             step()
         except BaseException as error:
             for future in flying:
@@ -357,7 +356,7 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
         if over.is_set():
             if coroutine:
                 job.close()
-            future.cancel()
+            future.set_exception(_ended())
         elif coroutine:
             flying.append(future)
             guarded(partial(flight.start, job, future.set_result))
@@ -367,6 +366,12 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
             except BaseException as error:
                 future.set_exception(error)
         del item, job, future  # must not keep a model alive during the next wait
+
+
+def _ended() -> ConfigurationError:
+    return ConfigurationError(
+        "the exchange under way was ended: its handle was closed or dropped, or the process ends"
+    )
 
 
 def _end(

@@ -770,8 +770,7 @@ class _Carried(Operation):
         try:
             busy = future.result()
         except BaseException as error:
-            own = future.done() and (future.cancelled() or future.exception() is error)
-            self.goes_on = not own
+            self.goes_on = not (future.done() and future.exception() is error)
             raise
         self._carrier.book(busy, time.perf_counter() - begin)
         self.done = True

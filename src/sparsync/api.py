@@ -12,13 +12,13 @@ import torch.distributed as dist
 from sparsync.algorithm import Algorithm, settings_of
 from sparsync.arrays import as_vector
 from sparsync.collectives.collective import Reduced
-from sparsync.errors import ConfigurationError, require
+from sparsync.errors import ConfigurationError, DisagreementError, first_line, require
 from sparsync.presets import PRESETS, preset, resolve
 from sparsync.reduction import SUM, Reduction, densify, entries_of, reduction
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import Engine, Operation, run
+from sparsync.transports.driver import Engine, Failure, Operation, run
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.launchers import connect_mpi
 from sparsync.transports.mpi import MpiCommunicator
@@ -148,6 +148,9 @@ def iallreduce(
     not change until the future is done.  A call cannot be cancelled, because the other ranks take part
     in it.
 
+    If ranks disagree about a call, only its future fails.  Any other error, as when a peer has died,
+    ends all calls in flight, and the communicator refuses later ones.
+
     Raises:
         ConfigurationError: as in ``allreduce``, or too many calls are in flight.
 
@@ -230,6 +233,7 @@ class _Background:
         # taken ``apart`` so that the engine does not keep its own communicator alive.
         self._engine = Engine("iallreduce", [comm.channel(0).apart()])
         self._open: list[Future[Any]] = []
+        self._broken: list[str] = []  # why calls broke off
         self._calls = 0
 
     def start(self, program: _Program[T], comm: Communicator) -> Future[T]:
@@ -243,13 +247,32 @@ class _Background:
         # many calls, and must not receive a new call's messages on an old call's channel.
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
-        future = self._engine.submit(program(channel))
+        future = self._engine.submit(_attempt(program, channel, self._broken))
         self._open.append(future)
         return future
 
     def close(self) -> None:
         """Finish the calls in flight, then end the thread."""
         self._engine.close()
+
+
+# a function, because a method's coroutine would keep the engine alive
+async def _attempt(program: _Program[T], channel: Communicator, broken: list[str]) -> T | Failure:
+    """Run a call, unless an earlier one has broken off.
+
+    The calls in flight with one that breaks off do so as well, at different points on each rank, and
+    their messages may still arrive.  So no channel may be used again.
+    """
+    if broken:
+        error = f"an earlier call on this communicator broke off ({broken[0]})"
+        return Failure(ConfigurationError(f"{error}; close it on all ranks and make a new one"))
+    try:
+        return await program(channel)
+    except DisagreementError as error:  # all ranks raise it, after they received all messages
+        return Failure(error)
+    except Exception as error:
+        broken.append(first_line(error))
+        raise
 
 
 # ---- one call --------------------------------------------------------------------------------------

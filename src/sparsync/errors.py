@@ -9,7 +9,8 @@
      │   └─ NoCheckpointError                no checkpoint exists yet: start from scratch
      ├─ NonFiniteGradientError (ArithmeticError)  NaN or Inf in a reduced gradient; nothing was applied
      └─ CommunicationError (RuntimeError)
-         ├─ PeerError                        a peer died, or ranks disagree; names rank, phase and step
+         ├─ PeerError                        a peer died; names rank, phase and step
+         │   └─ DisagreementError            ranks disagree about a call; raised on all of them
          ├─ DeadlineError (TimeoutError)     a wait ran past its deadline; names rank, phase and step
          └─ DeadlockError                    the simulator found ranks waiting for each other
 """
@@ -27,6 +28,7 @@ __all__ = [
     "ConfigurationError",
     "DeadlineError",
     "DeadlockError",
+    "DisagreementError",
     "NoCheckpointError",
     "NonFiniteGradientError",
     "PeerError",
@@ -69,6 +71,10 @@ class CommunicationError(SparsyncError, RuntimeError):
 
 class PeerError(CommunicationError):
     """A peer died, closed its connection, or disagrees about the call."""
+
+
+class DisagreementError(PeerError):
+    """Ranks disagree about a call: all of them raise this before any data moves."""
 
 
 class DeadlineError(CommunicationError, TimeoutError):

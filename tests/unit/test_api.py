@@ -14,6 +14,7 @@ from sparsync import (
     SparseVector,
     allgather,
     allreduce,
+    api,
     connect,
     iallreduce,
 )
@@ -22,16 +23,19 @@ from sparsync.algorithm import Algorithm
 from sparsync.api import _prepare, _prepare_gather
 from sparsync.collectives import Allgather
 from sparsync.cost.machine import Machine
-from sparsync.errors import CheckpointError, PeerError
+from sparsync.errors import CheckpointError, DisagreementError, PeerError
 from sparsync.feedback import agreed_setup as agreement
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
-from sparsync.reduction import densify, reduction
+from sparsync.reduction import Reduction, densify, reduction
 from sparsync.selection import Exact
 from sparsync.transports.agree import agree, on_all_or_none, worst
 from sparsync.transports.groups import Subgroup
 from sparsync.units import plan_units
 from sparsync.wire import Coo, Packed, StreamCodec
+
+from .zmq_group import SECONDS
+from .zmq_group import together as zmq_ranks
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -432,6 +436,44 @@ def test_several_calls_are_under_way_at_once_and_end_in_any_order():
     comm.close()
     comm.close()
     assert allreduce(torch.ones(2), comm).total.to_dense().tolist() == [1.0, 1.0]
+
+
+def test_a_disagreement_fails_one_of_several_calls_on_every_rank(monkeypatch):
+    """Later calls use the same channels again, and must not find messages of earlier ones there."""
+    monkeypatch.setattr(api, "_MOST_OUTSTANDING", 4)
+
+    def program(comm):
+        sizes = [100, 100 + comm.rank, 100, 100]
+        futures = [iallreduce(torch.ones(size), comm, k=10) for size in sizes]
+        errors = [type(future.exception(timeout=SECONDS)) for future in futures]
+        totals = []
+        for i in range(1, 9):
+            future = iallreduce(torch.full((100,), float(i)), comm, k=100)
+            totals += future.result(timeout=SECONDS).total.values.unique().tolist()
+        return errors, totals
+
+    nothing = type(None)
+    errors = [nothing, DisagreementError, nothing, nothing]
+    assert zmq_ranks(program, 2) == [(errors, [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0])] * 2
+
+
+def test_a_call_that_breaks_off_ends_those_in_flight_and_refuses_later_ones():
+
+    def add(a, b):
+        if len(a) > 1:  # ``allreduce`` tries an operation on one element before the call
+            raise ValueError("no such sum")
+        return a + b
+
+    def program(comm):
+        future = iallreduce(torch.ones(4), comm, op=Reduction("add", add, lambda dtype: 0))
+        assert str(future.exception(timeout=SECONDS)) == "no such sum"
+        said = r"an earlier call .* broke off \(no such sum\); close it on all ranks and make a new"
+        with pytest.raises(ConfigurationError, match=said):
+            iallreduce(torch.ones(4), comm).result(timeout=SECONDS)
+        with pytest.raises(ConfigurationError, match=said):
+            allreduce(torch.ones(4), comm)
+
+    zmq_ranks(program, 2)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.transports import driver
-from sparsync.transports.driver import Engine, Finished, Flight, Operation, run, together
+from sparsync.transports.driver import Engine, Failure, Finished, Flight, Operation, run, together
 from sparsync.transports.ledger import Raw
 from sparsync.transports.sim import Links, simulate
 
@@ -242,6 +242,18 @@ def test_an_error_reaches_its_future_and_the_next_job_runs(engine, error):
     failed, fine = engine.submit(fail), engine.submit(lambda: 1)
     assert failed.exception(timeout=SECONDS) is error
     assert fine.result(timeout=SECONDS) == 1
+
+
+def test_a_coroutine_that_returns_a_failure_fails_alone(engine):
+    error = ValueError("broken")
+
+    async def program(result):
+        await Manual()
+        return result
+
+    futures = [engine.submit(program(x)) for x in (0, Failure(error), 2)]
+    assert [f.exception(timeout=SECONDS) for f in futures] == [None, error, None]
+    assert [futures[0].result(), futures[2].result()] == [0, 2]
 
 
 def test_a_queued_job_cannot_be_withdrawn(engine):

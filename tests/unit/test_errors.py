@@ -16,6 +16,7 @@ from sparsync import errors
         ("NonFiniteGradientError", (ArithmeticError,)),
         ("CommunicationError", (RuntimeError,)),
         ("PeerError", (errors.CommunicationError, RuntimeError)),
+        ("DisagreementError", (errors.PeerError,)),
         ("DeadlineError", (errors.CommunicationError, TimeoutError)),
         ("DeadlockError", (errors.CommunicationError,)),
     ],

@@ -11,7 +11,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from sparsync.errors import CheckpointError, PeerError, SparsyncError, first_line
+from sparsync.errors import (
+    CheckpointError,
+    DisagreementError,
+    PeerError,
+    SparsyncError,
+    first_line,
+)
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.ledger import Raw
 
@@ -149,7 +155,8 @@ async def agree(
         numbers: 64-bit integers that may differ; sent in the same message.
 
     Raises:
-        PeerError: names the first fact that differs, with the values of this rank and others.
+        DisagreementError: on all ranks, with no message under way; names the first fact that differs,
+            with the values of this rank and others.
 
     Cost: one allgather of 8 bytes per fact and number; if facts differ, another of 64 KiB from every
     rank.
@@ -168,14 +175,16 @@ async def agree(
 
 async def _disagreement(
     comm: Communicator, name: str, value: object, others: Sequence[int]
-) -> PeerError:
+) -> DisagreementError:
     texts = await tell(comm, str(value), _TEXT_BYTES, "agreement")
     named = {r: texts[r] for r in (comm.rank, *others[:_NAMED])}
     columns = enumerate(zip_longest(*named.values()))
     first = next((at for at, characters in columns if len(set(characters)) > 1), 0)
     said = [f"rank {r} has {_excerpt(text, first)}" for r, text in named.items()]
     more = [f"{len(others) - _NAMED} more differ"] if len(others) > _NAMED else []
-    return PeerError(f"ranks disagree on {name}: {', '.join(said + more)}; give all ranks the same")
+    return DisagreementError(
+        f"ranks disagree on {name}: {', '.join(said + more)}; give all ranks the same"
+    )
 
 
 def _excerpt(text: str, first: int) -> str:

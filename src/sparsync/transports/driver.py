@@ -13,6 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar, final
@@ -22,6 +23,7 @@ from sparsync.errors import ConfigurationError
 __all__ = [
     "Abortable",
     "Engine",
+    "Failure",
     "Finished",
     "Flight",
     "Operation",
@@ -77,6 +79,14 @@ class Finished(Operation):
 
     def wait(self) -> None:
         """Return at once."""
+
+
+@final
+@dataclass(frozen=True)
+class Failure:
+    """What a coroutine on an engine returns to fail alone, without those in flight with it."""
+
+    error: Exception
 
 
 class Task(Generic[T]):
@@ -278,10 +288,11 @@ class Engine:
         """Whether another thread, the engine's, is running and may use the communicators."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
-    def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T]) -> Future[T]:
+    def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T | Failure]) -> Future[T]:
         """Queue a job; the future gets its result or its exception, and cannot be cancelled.
 
-        If a coroutine fails, the ones in flight with it fail with the same exception.
+        If a coroutine raises, the ones in flight with it fail with the same exception.  If it returns a
+        ``Failure``, it fails alone.
         """
         # on a thread that has ended, the job would never run, and its future would wait forever
         if not self._thread.is_alive():
@@ -359,13 +370,20 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
             future.set_exception(_ended())
         elif coroutine:
             flying.append(future)
-            guarded(partial(flight.start, job, future.set_result))
+            guarded(partial(flight.start, job, partial(_settle, future)))
         else:
             try:
                 future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
         del item, job, future  # must not keep a model alive during the next wait
+
+
+def _settle(future: Future[Any], result: Any) -> None:
+    if isinstance(result, Failure):
+        future.set_exception(result.error)
+    else:
+        future.set_result(result)
 
 
 def _ended() -> ConfigurationError:

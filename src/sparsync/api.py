@@ -15,6 +15,7 @@ from sparsync.collectives.collective import Reduced
 from sparsync.errors import ConfigurationError, DisagreementError, first_line, require
 from sparsync.presets import PRESETS, preset, resolve
 from sparsync.reduction import SUM, Reduction, densify, entries_of, reduction
+from sparsync.selection.selector import Selector
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator
@@ -105,7 +106,10 @@ def allreduce(
         algorithm: a preset's name or an ``Algorithm``.  Default with ``k``: "budgeted", whose codec
             ``sparsync.wire.Packed("bf16")`` rounds values (``codec=Packed("fp32")`` does not).  Default
             without ``k``: the lossless "sparcml-auto" in COO, which takes any dtype and operation.
-        k: number of entries to take, per rank and in the total; equal on all ranks.  None for all.
+        k: number of entries that each rank gives; equal on all ranks, None for all.  "budgeted",
+            "halving", "gtopk" and "oktopk" also return the k largest of the sum; with the others, the
+            total has up to P k entries.  Algorithms that sum whole vectors ("dense", "quantised" and
+            "ring-dense") take no k.
         op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or your own
             ``Reduction``; elements that a vector does not store count as the operation's neutral
             element.  Only SparCML's collectives take operations other than the sum.  Default: the one
@@ -327,7 +331,13 @@ def _prepare(
         f"op is '{operation.name}', but the Algorithm {chosen.name} reduces with '{own.name}'; omit "
         "op, or give the name of an algorithm",
     )
-    ready, most = _select(given, chosen, k, operation), given.size if k is None else k
+    whole = collective.result == "whole"
+    require(
+        k is None or not whole,
+        f"k is {k}, but {chosen.name} sums whole vectors; omit k, or choose another algorithm",
+    )
+    ready = _select(given, selector, k, operation, whole=whole)
+    most = given.size if k is None else k
     facts = {
         "size": given.size,
         "dtype": given.values.dtype,
@@ -414,16 +424,16 @@ def _check_absent(given: SparseVector, neutral: int | float, of: str) -> None:
     )
 
 
-def _select(given: Vector, algorithm: Algorithm, k: int | None, operation: Reduction) -> Vector:
-    """Take the k largest entries of a dense vector; without k, drop only neutral elements."""
+def _select(
+    given: Vector, selector: Selector, k: int | None, operation: Reduction, *, whole: bool
+) -> Vector:
+    """Take the k largest entries of a dense vector; without k, drop only neutral elements, if any."""
     neutral = operation.neutral(given.values.dtype)
     if isinstance(given, SparseVector):
         _check_absent(given, neutral, f"of '{operation.name}'")
         says_nothing = given.values == neutral
         return given.keep(~says_nothing) if bool(says_nothing.any()) else given
     if k is None:
-        if algorithm.name == "dense":
-            return DenseVector(given.values)
-        return SparseVector.from_dense(given.values, neutral)
+        return given if whole else SparseVector.from_dense(given.values, neutral)
     # step 0 opens every period, so the selection is exact
-    return algorithm.make_selector().select(given.values, k, step=0)
+    return selector.select(given.values, k, step=0)

@@ -2,6 +2,7 @@ import gc
 import sys
 import warnings
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from sparsync.errors import CheckpointError, DisagreementError, PeerError
 from sparsync.feedback import agreed_setup as agreement
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
-from sparsync.reduction import Reduction, densify, reduction
+from sparsync.reduction import Reduction, densify, entries_of, reduction
 from sparsync.selection import Exact
 from sparsync.transports.agree import agree, on_all_or_none, worst
 from sparsync.transports.groups import Subgroup
@@ -37,19 +38,47 @@ from sparsync.wire import Coo, Packed, StreamCodec
 from .zmq_group import SECONDS
 from .zmq_group import together as zmq_ranks
 
+WHOLE = ("dense", "quantised", "ring-dense")
+
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_world_of_one_selects_and_sends_nothing(name):
     comm, vector = connect(), torch.tensor([1.0, -5.0, 0.0, 2.0])
-    reduced = allreduce(vector, comm, name, k=2)
+    reduced = allreduce(vector, comm, name, k=None if name in WHOLE else 2)
     whole, largest = [1.0, -5.0, 0.0, 2.0], [0.0, -5.0, 0.0, 2.0]
     one_mean = [1.5, 0.0, 0.0, 1.5]
-    others = {"dense": whole, "ring-dense": whole, "quantised": whole}
+    others = dict.fromkeys(WHOLE, whole)
     expected = {**others, "redsync-quantized": one_mean}.get(name, largest)
     assert reduced.total.to_dense().tolist() == expected
     assert reduced.delivered.to_dense().tolist() == expected
     assert comm.ledger.total().messages_sent == 0
     assert vector.tolist() == [1.0, -5.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_sums_whole_vectors_takes_no_k(name):
+    with pytest.raises(ConfigurationError, match=f"k is 2, but {name} sums whole vectors; omit k"):
+        allreduce(torch.ones(4), connect(), name, k=2)
+
+
+@pytest.mark.parametrize(
+    ("most", "names"),
+    [
+        (8, ("budgeted", "gtopk", "halving", "oktopk", "oktopk-paper")),
+        (4 * 8, ("allgather", "recursive-doubling", "ring", "sparcml-auto", "split-allgather")),
+    ],
+)
+def test_k_bounds_the_total_or_each_share(most, names):
+    """No two ranks have a nonzero element in common."""
+
+    async def program(comm, name):
+        mine = torch.zeros(4 * 100)
+        mine[comm.rank :: 4] = torch.arange(1.0, 101.0)
+        return (await _prepare(mine, name, 8, None, {})(comm)).total
+
+    for name in names:
+        for total in simulate_ranks(partial(program, name=name), 4).results:
+            assert entries_of(total) == most
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ def test_the_table_has_the_baselines_and_the_phases(command):
         "simulate", *SMALL, "--compute", "0.18,0.01", "--straggler", "3:2", "--overlap"
     )
     assert (code, err) == (0, "")
-    for word in ("Dense ", "DenseOvlp ", "oktopk ", "budgeted ", "split", "scale chosen by memory"):
+    for word in ("Dense ", "DenseOvlp ", "oktopk ", "budgeted ", "split"):
         assert word in out
+    assert "scale chosen to save time (--scale 1: exact): Dense 78.1, DenseOvlp 78.1" in out
+    assert "by memory" not in out
 
 
 def test_json_is_for_machines(command):

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from sparsync import ConfigurationError
 from sparsync.cli.simulate import SimulationSettings, simulate_training
+from sparsync.cli.simulate.command import _caption
 from sparsync.cli.simulate.gradient_sources import gradients, load_gradients
+from sparsync.cli.simulate.training import default_scale
 from sparsync.collectives.costs import Job
 from sparsync.cost.machine import Machine
 from sparsync.presets import PRESETS, resolve
@@ -72,6 +74,30 @@ def test_a_64th_of_the_model_takes_as_long(algorithm, tolerance):
     whole, part = make(scale=1.0), make(scale=64.0)
     for name in ("seconds", "seconds_selection", "seconds_packing", "bytes_sent"):
         assert part.mean(name) == pytest.approx(whole.mean(name), rel=tolerance), name
+
+
+@pytest.mark.parametrize("inputs", ["spread", "uniform"])
+def test_only_dense_sums_are_scaled_where_all_elements_fit(inputs):
+    """``Quantised`` cannot be, because its regions consist of whole blocks of 256 elements."""
+    names = ("dense", "ring-dense", "quantised", "oktopk")
+    roomy = settings(names, ranks=16, inputs=inputs, baselines=False)
+    dense = N / (16 * 64) if inputs == "spread" else 1.0
+    assert [default_scale(one, roomy) for one in roomy.contenders()] == [dense, dense, 1.0, 1.0]
+    crowded = dataclasses.replace(roomy, memory=16 * N * 16 // 8)  # an eighth of the vectors
+    assert default_scale(crowded.contenders()[2], crowded) == 8.0
+
+
+def test_the_caption_says_why_rows_are_scaled():
+    given = settings(("oktopk",), ranks=4, warmup=0, memory=4 * 6 * K * 16 // 2)
+    said = _caption(simulate_training(given), given)
+    assert "scale chosen by memory: oktopk 2\n" in said
+    assert "scale chosen to save time (--scale 1: exact): Dense " in said
+
+
+def test_quantised_vectors_take_the_time_of_their_costs():
+    cost = resolve("quantised").make_collective().cost(Job(N, N, 16))
+    row = alone("quantised", ranks=16, scale=None)
+    assert row.mean("seconds") == pytest.approx(cost.seconds(0.0, 8e-9), rel=1e-3)
 
 
 def test_work_is_charged_by_the_machine():

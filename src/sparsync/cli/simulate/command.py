@@ -19,8 +19,13 @@ from sparsync.cli.network_choice import parse_network
 from sparsync.cli.output import Columns, check_outputs, drawing, format_ratio, progress, to_json
 from sparsync.cli.plan import read_machine
 from sparsync.cli.simulate.gradient_sources import load_gradients
-from sparsync.cli.simulate.settings import Scheme, SimulationSettings
-from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep, simulate_training
+from sparsync.cli.simulate.settings import Contender, Scheme, SimulationSettings
+from sparsync.cli.simulate.training import (
+    SimulatedRow,
+    SimulatedStep,
+    scaled_for_speed,
+    simulate_training,
+)
 from sparsync.cli.values import Elements, InputFile, Ranks, check, within
 from sparsync.cost.machine import Machine
 from sparsync.cost.wording import format_bytes, format_seconds
@@ -235,13 +240,20 @@ def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
     if averaged:
         lines.append(f"{', '.join(averaged)}: means over whole periods of steps")
     if settings.scale is None and any(row.scale > 1 for row in rows):
-        scales = {
-            row.algorithm: max(r.scale for r in rows if r.algorithm == row.algorithm)
-            for row in rows
-        }
-        chosen = ", ".join(f"{name} {scale:.3g}" for name, scale in scales.items())
+        quick = [
+            one.name
+            for one in settings.contenders()
+            if isinstance(one, Contender) and scaled_for_speed(one, settings)
+        ]
         most = "" if ranks == str(settings.ranks) else ", at most"
-        lines.append(f"scale chosen by memory{most}: {chosen}")
+        for reason, names in (
+            ("by memory", [row.algorithm for row in rows if row.algorithm not in quick]),
+            ("to save time (--scale 1: exact)", quick),
+        ):
+            scales = {name: max(r.scale for r in rows if r.algorithm == name) for name in names}
+            if any(scale > 1 for scale in scales.values()):
+                chosen = ", ".join(f"{name} {scale:.3g}" for name, scale in scales.items())
+                lines.append(f"scale chosen {reason}{most}: {chosen}")
     bucketed = dict.fromkeys(f"{row.algorithm} {row.buckets}" for row in rows if row.buckets > 1)
     if bucketed:
         lines.append(f"buckets: {', '.join(bucketed)}")

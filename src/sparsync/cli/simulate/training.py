@@ -30,11 +30,21 @@ from sparsync.transports.sim import Prices, SimCommunicator, Simulation, Weight,
 from sparsync.units import Slot, Unit
 from sparsync.wire.codec import Header, MessageFraming
 
-__all__ = ["SimulatedRow", "SimulatedStep", "default_scale", "simulate_training", "weigher"]
+__all__ = [
+    "SimulatedRow",
+    "SimulatedStep",
+    "default_scale",
+    "scaled_for_speed",
+    "simulate_training",
+    "weigher",
+]
 
 # bytes of memory per held entry: index and value, and half as much again while merging
 _ENTRY_BYTES = 16
-_BLOCK = 64  # elements per block of a scaled dense allreduce, which avoids padding
+# Dense sums would take seconds to simulate.  Their times are proportional to n but for latencies, so they
+# are scaled down to this many elements per block, which avoids padding.
+_BLOCK = 64
+_DENSE = ("dense", "ring-dense")
 # with these algorithms, a rank holds at most this number times k, whatever P is; with others, it holds
 # the sum, up to n entries
 _BOUNDED = MappingProxyType({"oktopk": 6, "budgeted": 6, "halving": 6, "gtopk": 6})
@@ -280,26 +290,35 @@ def _traffic(
 def default_scale(contender: Contender, settings: SimulationSettings) -> float:
     """Return the smallest C for which the virtual ranks fit into ``settings.memory``.
 
+    Dense sums of zeros get a larger one, which saves time.
+
     Example:
         >>> settings = SimulationSettings(ranks=4, model_size=10_000)
         >>> [default_scale(contender, settings) for contender in settings.contenders()]
         [39.0625, 39.0625, 1.0, 1.0]
     """
     ranks, size, k = settings.ranks, settings.model_size, settings.model_size * settings.density
-    if not contender.selects and settings.inputs == SPREAD:
+    if scaled_for_speed(contender, settings):
         most = settings.memory / (_ENTRY_BYTES * ranks)
         width = max(min(_BLOCK, int(most / (contender.buckets * ranks))), 1)
         return max(size / (contender.buckets * ranks * width), 1.0)
     name = contender.algorithm.name
-    if name in _BOUNDED:
+    if not contender.selects:
+        held = float(size)
+    elif name in _BOUNDED:
         held = _BOUNDED[name] * k
     elif name in _GATHERING:
         held = ranks * k
     else:
         held = min(ranks * k, 2.0 * size)
-    if settings.inputs != SPREAD:
+    if contender.selects and settings.inputs != SPREAD:
         held += size
     return max(ranks * held * _ENTRY_BYTES / settings.memory, 1.0)
+
+
+def scaled_for_speed(contender: Contender, settings: SimulationSettings) -> bool:
+    """Return whether the default scale of an algorithm is larger than memory requires."""
+    return contender.algorithm.name in _DENSE and settings.inputs == SPREAD
 
 
 def weigher(scale: float) -> Callable[[Tensor, Framing], Weight]:

@@ -110,13 +110,12 @@ def _from_torch(matrix: Tensor) -> SparseVector:
 
 def _from_scipy(matrix: Any) -> SparseVector:
     along, size = _along(tuple(matrix.shape))
-    coo = matrix.tocoo()
-    indices = torch.as_tensor(coo.coords[0] if coo.ndim == 1 else (coo.row, coo.col)[along])
-    unique, at = torch.unique(indices.to(torch.int64), return_inverse=True)
-    values = torch.as_tensor(coo.data)
-    summed = torch.zeros(unique.numel(), dtype=values.dtype).index_add_(0, at, values)
-    stored = summed != 0  # scipy may store zeros; our sparse vectors never do
-    return SparseVector(unique[stored], summed[stored], size)
+    coo = matrix.tocoo(copy=True)  # because duplicates are summed in place
+    coo.sum_duplicates()
+    # stored zeros are kept, because not every operation's neutral element is 0
+    return _from_parts(
+        (coo.coords[0] if coo.ndim == 1 else (coo.row, coo.col)[along], coo.data, size)
+    )
 
 
 def _along(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -112,6 +112,16 @@ def test_every_form_of_a_vector_is_taken(vector):
     assert total.values.dtype == torch.float32
 
 
+@pytest.mark.parametrize("form", ["coo_array", "coo_matrix", "csr_array", "csc_matrix"])
+def test_zeros_that_scipy_stores_count_as_those_of_other_forms_do(form):
+    """The duplicates at 2 cancel, which leaves a zero as well."""
+    row, values = np.array([0, 0, 0, 0]), np.array([0.0, -5.0, 1.0, -1.0])
+    stored = sparse.coo_array((values, (row, np.array([0, 1, 2, 2]))), shape=(1, 4))
+    total = allreduce(getattr(sparse, form)(stored), connect(), op="max").total
+    assert total.to_dense().tolist() == [0.0, -5.0, 0.0, -torch.inf]
+    assert stored.nnz == 4  # what was given is not modified
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_a_csr_tensor_of_one_column_is_taken():
     column = torch.tensor([[0.0], [3.0]]).to_sparse_csr()

@@ -61,6 +61,10 @@ def _tensor(array: Any) -> Tensor:
     """Return an array as a tensor, sharing its memory if PyTorch can use it."""
     if isinstance(array, Tensor):
         return array.detach()
+    if isinstance(array, np.ma.MaskedArray):
+        raise ConfigurationError(
+            "the array is masked; give filled(0), or its data without the mask"
+        )
     array = np.asarray(array)
     # PyTorch supports neither read-only memory, nor negative strides, nor foreign byte order
     usable = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
@@ -95,7 +99,7 @@ def _from_parts(parts: tuple[Any, ...]) -> SparseVector:
         raise ConfigurationError(f"the indices are {ends}; give them within [0, {size})")
     if bool((indices.diff() == 0).any()):
         raise ConfigurationError("an index occurs more than once; combine its values first")
-    return SparseVector(indices, values, size)
+    return SparseVector(indices, values, size).check()
 
 
 def _from_torch(matrix: Tensor) -> SparseVector:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, first_line
 from sparsync.sparse import DenseVector, SparseVector, Vector
 
 __all__ = [
@@ -68,9 +68,10 @@ class Reduction:
         try:
             element = self.neutral(dtype)
             self.apply(torch.full((1,), element, dtype=dtype), torch.zeros(1, dtype=dtype))
-        except (RuntimeError, TypeError) as error:
+        except Exception as error:  # a user's operation may raise anything
             raise ConfigurationError(
-                f"operation '{self.name}' is not defined on {dtype}; convert the values first"
+                f"operation '{self.name}' is not defined on {dtype} ({first_line(error)}); convert the "
+                "values first, or give another operation"
             ) from error
         return element
 
@@ -90,7 +91,7 @@ def reduction(operation: str | Reduction) -> Reduction:
     """
     if isinstance(operation, Reduction):
         return operation
-    if operation not in OPERATIONS:
+    if not isinstance(operation, str) or operation not in OPERATIONS:
         raise ConfigurationError(
             f"unknown operation {operation!r}; choose one of {', '.join(OPERATIONS)}, or give a "
             "sparsync.reduction.Reduction with its neutral element"

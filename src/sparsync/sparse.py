@@ -210,7 +210,11 @@ class SparseVector:
         return None if at is None else int(self.indices[at])
 
     def check(self) -> SparseVector:
-        """Return this vector; raise ``ConfigurationError`` if shapes, dtypes or indices are invalid."""
+        """Return this vector; raise ``ConfigurationError`` if any of its fields is invalid."""
+        if not 0 <= self.size < 2**63:
+            raise ConfigurationError(
+                f"SparseVector: size is {self.size}; give the number of elements, in [0, 2^63)"
+            )
         if self.indices.dim() != 1 or self.indices.shape != self.values.shape:
             raise ConfigurationError(
                 f"SparseVector: indices {tuple(self.indices.shape)} and values "

@@ -95,6 +95,7 @@ def test_k_bounds_the_total_or_each_share(most, names):
         np.array([3.0, 0.0], dtype=np.float32)[::-1],
         np.array([0.0, 3.0], dtype=">f4"),
         np.frombuffer(np.array([0.0, 3.0], dtype=np.float32).tobytes(), dtype=np.float32),
+        sparse.csr_array((np.frombuffer(b"\0\0\x40\x40", "<f4"), [1], [0, 1]), shape=(1, 2)),
         torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (2,), check_invariants=True),
         torch.sparse_coo_tensor([[0], [1]], [3.0], (1, 2), check_invariants=True),
         (np.array([1, 0]), np.array([3.0, 0.0], dtype=np.float32), 2),
@@ -102,7 +103,7 @@ def test_k_bounds_the_total_or_each_share(most, names):
     ],
     ids=[
         *("tensor", "dense", "sparse", "numpy", "row", "column", "duplicates", "one dimension"),
-        *("backwards", "big-endian", "read-only", "torch", "torch row"),
+        *("backwards", "big-endian", "read-only", "read-only row", "torch", "torch row"),
         *("parts", "parts of tensors"),
     ],
 )
@@ -556,6 +557,31 @@ def test_a_call_that_breaks_off_ends_those_in_flight_and_refuses_later_ones():
             r"from -\d+ to -\d+; give them within",
         ),
         ((np.array([1, 1]), np.ones(2), 2), {}, "an index occurs more than once"),
+        ((np.array([], int), np.ones(0), -5), {}, r"size is -5; give the number of elements, in"),
+        ((np.array([], int), np.ones(0), 2**63), {}, r"size is 9\d+; give .*, in \[0, 2\^63\)"),
+        (
+            SparseVector(torch.tensor([0])[:0], torch.ones(0), -5),
+            {},
+            r"size is -5; give the number",
+        ),
+        (np.ma.masked_array([1.0, 2.0], mask=[0, 1]), {}, r"the array is masked; give filled\(0\)"),
+        ((np.arange(2), np.ma.ones(2), 2), {}, r"the array is masked; give filled\(0\)"),
+        (
+            sparse.coo_array(np.ones((1, 2), dtype=np.uint32)),
+            {},
+            r"'sum' is not defined on torch.uint32 .*; convert the values first",
+        ),
+        (
+            sparse.coo_array(np.ones((1, 2), dtype=np.longdouble)),
+            {},
+            "convert it to a numeric dtype",
+        ),
+        (torch.ones(2), {"op": ["max"]}, r"unknown operation \['max'\]; choose one of sum"),
+        (
+            torch.ones(2),
+            {"op": Reduction("mine", lambda a, b: [][0], lambda dtype: 0)},
+            r"'mine' is not defined on torch.float32 \(list index out of range\); convert",
+        ),
         (torch.ones(2), {"algorithm": "nothing"}, "choose one of allgather, auto, budgeted"),
         (torch.ones(2), {"capp": 1}, "has no option capp"),
         (torch.arange(3), {"k": 1}, r"torch\.int64 are not defined"),

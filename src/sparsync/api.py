@@ -18,7 +18,7 @@ from sparsync.reduction import SUM, Reduction, densify, entries_of, reduction
 from sparsync.selection.selector import Selector
 from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.transports.agree import agree
-from sparsync.transports.communicator import Communicator
+from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Engine, Failure, Operation, run
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.launchers import connect_mpi
@@ -73,7 +73,10 @@ def connect(
         "port_range": port_range,
         "advertise": advertise,
     }
+    # checked here, so that what a single process accepts is also right in a group
     check_transport(transport, sockets)
+    check_timeout(timeout)
+    check_timeout(connect_timeout, "connect_timeout")
     if not (dist.is_available() and dist.is_initialized()):
         return connect_mpi(timeout) if transport == "mpi" else SoloCommunicator()
     return connect_group(

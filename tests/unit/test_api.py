@@ -694,6 +694,23 @@ def test_attach_compares_the_options_too(monkeypatch):
     assert told[0] != told[1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"timeout": float("nan")}, "timeout is nan; give seconds > 0"),
+        ({"timeout": -1}, "timeout is -1; give seconds > 0"),
+        ({"timeout": "5"}, "timeout is '5'; give seconds > 0"),
+        ({"connect_timeout": 0}, "connect_timeout is 0; give seconds > 0"),
+        ({"transport": "tcp"}, "unknown transport 'tcp'; choose one of auto, torch, zmq, mpi"),
+        ({"transport": "zmq", "port_range": (5, 1)}, r"port_range is \(5, 1\); give"),
+        ({"transport": "torch", "port_range": (1, 5)}, "port_range: for transport='zmq'"),
+    ],
+)
+def test_a_single_process_refuses_what_a_group_refuses(arguments, says):
+    with pytest.raises(ConfigurationError, match=says):
+        connect(**arguments)
+
+
 @pytest.mark.parametrize("call", [allreduce, iallreduce, allgather])
 def test_something_that_is_no_communicator_is_named(call):
     with pytest.raises(

@@ -142,6 +142,14 @@ def test_the_memory_of_a_rank_needs_no_network(command):
     assert offloaded["device"] < 0.15 * 28 * 10**9 and offloaded["host"] == 56 * 10**9
 
 
+@pytest.mark.parametrize(
+    "option", [("--algorithm", "oktopk"), ("--all",), ("--budget", "1e6"), ("--compute", 0.1)]
+)
+def test_memory_alone_refuses_what_a_prediction_of_time_needs(command, option):
+    code, _, err = command("plan", "--model-size", "1e9", "--optimizer", "adamw", *option)
+    assert code == 2 and f"{option[0]}: for predictions of time, which need --network" in err
+
+
 def test_memory_stands_below_a_plan_and_other_optimizers_are_refused(command):
     given = ["plan", "--model-size", "1e9", "--network", "1gbit,50us"]
     code, out, _ = command(*given, "--optimizer", "sgd")

@@ -125,19 +125,19 @@ def command(
     within("ranks", worlds, ManyRanks)
     check("model", repr(model), model in ("full", "paper"), "full or paper")
     content: Any
+    exchanges = {"--compute": compute, "--budget": budget, "--all": all_ or None}
     if optimizer is not None and (network, machine, rtt, model) == (None, None, None, "full"):
+        beyond = _given({"--algorithm": algorithm, **exchanges})
+        require(
+            not beyond,
+            f"{beyond}: for predictions of time, which need --network or --machine; add one, or omit it",
+        )
         density = DEFAULT_DENSITY if density is None else check_density(density)
         uses = footprints(model_size, entries_at(density, model_size), cast("Optimizer", optimizer))
         content, shown = {"memory": [asdict(use) for use in uses]}, Group(*_memory(uses, optimizer))
     elif model == "paper":
         here = machine_of(machine, network, rtt)
-        given = {
-            "--compute": compute,
-            "--budget": budget,
-            "--all": all_ or None,
-            "--optimizer": optimizer,
-        }
-        beyond = ", ".join(name for name, value in given.items() if value is not None)
+        beyond = _given({**exchanges, "--optimizer": optimizer})
         require(not beyond, f"the paper's model knows no {beyond}; omit it, or --model paper")
         k = entries_at(DEFAULT_DENSITY if density is None else check_density(density), model_size)
         content = published_rows(model_size, k, worlds, here, _in_table_1(algorithm))
@@ -170,6 +170,11 @@ def command(
     else:
         write_json(json, content)
         Console().print(shown, highlight=False)
+
+
+def _given(options: Mapping[str, object]) -> str:
+    """Return the names of the options that were given."""
+    return ", ".join(name for name, value in options.items() if value is not None)
 
 
 def _named(text: str) -> list[Algorithm]:

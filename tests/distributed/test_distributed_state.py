@@ -1,5 +1,8 @@
 """Save and load the state of a handle by torch.distributed.checkpoint."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,17 +18,18 @@ from tests.on_ranks import on_ranks, refused
 from .small_model import flat, model
 from .test_update_checkpoints import net_of, steps
 
+PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 LATE = {"fragments": 2, "delay": 1, "density": 0.1, "period": 3, "momentum": 0.9}
 
 
-def attached(kind, exchange, ranks=4, seed=0):
+def attached(kind, exchange, ranks=4, seed=0, momentum=0.0):
     """Attach on all ranks, or on groups of fewer."""
     net, where = net_of(kind, seed)
     if ranks < 4:
         group = runs_of(ranks)
         net = torch.nn.parallel.DistributedDataParallel(model(seed), process_group=group)
     if exchange == "gradients":
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
         return net, optimizer, sparsync.attach(net, optimizer, density=0.1, **where)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     outer = OuterStep(**LATE) if exchange == "late" else None
@@ -98,6 +102,34 @@ def test_resuming_is_exact(kind, exchange, how, folder):
         assert torch.equal(ends[0], steps(net, optimizer, range(5, 9)))
         sync.finish()
         assert torch.equal(ends[1], flat(net))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "exchange"),
+    [
+        ("ddp", "gradients"),
+        pytest.param("fsdp", "gradients", marks=pytest.mark.slow),
+        ("ddp", "late"),
+        pytest.param("fsdp", "late", marks=pytest.mark.slow),
+    ],
+)
+def test_the_code_on_the_page_resumes_exactly(kind, exchange, folder):
+    """New optimizers, which have no moments, get those that were saved."""
+    section = PAGE.partition("\n## torch.distributed.checkpoint")[2].partition("\n## ")[0]
+    gradients, updates = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+    imports = gradients.partition("\n\n")[0]
+    *built, saves, loads = (gradients if exchange == "gradients" else updates).split("\n\n")
+    ends = []
+    for seed, code in ((0, saves), (7, loads)):
+        net, optimizer, sync = attached(kind, exchange, seed=seed, momentum=0.9)
+        with sync:
+            if seed == 0:
+                steps(net, optimizer, range(5))
+            names = {"model": net, "optimizer": optimizer, "sync": sync, "path": folder}
+            exec("\n".join([imports, *built, code]), names)
+            ends.append(steps(net, optimizer, range(5, 9)))
+    assert torch.equal(*ends)
 
 
 @on_ranks(4)

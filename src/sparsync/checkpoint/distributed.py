@@ -41,16 +41,18 @@ class DistributedState:
 
     ::
 
-        state = {"model": model, "optimizer": optimizer, "sync": DistributedState(sync)}
+        weights, moments = get_state_dict(model, optimizer)  # torch.distributed.checkpoint.state_dict
+        state = {"model": weights, "optimizer": moments, "sync": DistributedState(sync)}
         dcp.save(state, checkpoint_id=path)      # or async_save; all ranks
-        dcp.load(state, checkpoint_id=path)      # as many ranks, the same shards
+        dcp.load(state, checkpoint_id=path)      # as many ranks, the same shards; then set_state_dict
         state["sync"].read(path)                 # any number of ranks, any shards: left out of dcp.load
 
     Args:
         sync: the handle; do not pass it to DCP directly, because all ranks' states have the same keys.
 
-    For updates, the state includes every rank's weights and moments (``sync.holds``).  DCP reads its own
-    metadata with pickle, which can run code: only load checkpoints that you trust.
+    For updates, the state includes every rank's weights and moments (``sync.holds``), so leave the
+    optimizer out.  DCP reads its own metadata with pickle, which can run code: only load checkpoints that
+    you trust.
 
     Cost: n elements per rank, and n more while they are copied.
     """

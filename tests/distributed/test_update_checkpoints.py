@@ -116,6 +116,34 @@ def test_checkpoints_wait_for_what_is_under_way(call, folder):
         assert ended == {True}
 
 
+@on_ranks(4)
+def test_what_is_loaded_after_the_handle_must_be_the_ranks_own():
+    """One rank that loads others' weights or moments stops all ranks; the same values are accepted."""
+    net, optimizer, sync = attached("plain", SETTINGS["apart"])
+    with sync:
+        steps(net, optimizer, range(4))
+        state = sync.state_dict()
+        weights, moments = (copy.deepcopy(one.state_dict()) for one in (net, optimizer))
+        end = steps(net, optimizer, range(4, 6))
+        one = dist.get_rank() == 1
+        sync.load_state_dict(state)
+        for at, kept in enumerate(moments["state"].values()):
+            kept["exp_avg"][..., :1] += one * (at == 3)
+        optimizer.load_state_dict(moments)
+        words = ["AdamW was replaced after the handle had loaded"]
+        words += [] if one else ["rank 1 could not begin after a load"]
+        with refused(*words, error=ConfigurationError if one else CheckpointError):
+            steps(net, optimizer, range(4, 5))
+        sync.load_state_dict(state)
+        net.load_state_dict(gathered(weights)[2])
+        with refused("loaded after the handle's state", "rank 2 has none", error=PeerError):
+            steps(net, optimizer, range(4, 5))
+        sync.load_state_dict(state)
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert torch.equal(end, steps(net, optimizer, range(4, 6)))
+
+
 def broken_step(net, optimizer, step):
     """Do a local step that gives NaN on one rank; the next exchange restores the weights of all ranks."""
     optimizer.zero_grad()

@@ -243,7 +243,9 @@ class PresentUpdateRanks(UpdateRanks):
             self._conclude()
         self._phase = phase
 
-    def begin_together(self, comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
+    def begin_together(
+        self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
+    ) -> bool:
         """Refuse weights loaded after ``attach``: ranks that join could not agree on them."""
         require(
             not loaded,

@@ -22,7 +22,6 @@ __all__ = ["Changes", "begin_together"]
 
 _SAMPLED: Final = 8  # the largest parameters, whose elements are sampled
 _ELEMENTS: Final = 64  # number of samples from each
-_LOADED: Final = "the weights that were loaded after attach"
 # Weights count as replaced if they moved by more than this fraction of their norm, farther than any step,
 # and more than this fraction of their elements changed sign.  Clipping, masks and projections may move
 # weights as far, but hardly change any sign.
@@ -92,13 +91,16 @@ class Changes:
         return torch.cat(largest).float()
 
 
-def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
+def begin_together(
+    comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str = "attach"
+) -> bool:
     """Return whether ranks begin from weights loaded after ``attach``, which must be equal on replicas.
 
     Args:
         comms: the replicas of this part of the model and, if it is split, the parts of this replica.
         loaded: whether this rank's weights differ from those at ``attach``.
         own: this rank's weights.
+        since: ``attach``, or what has given this rank its weights since, in words.
 
     Raises:
         PeerError: ranks have loaded different weights, or only some have loaded any; raised on all
@@ -110,15 +112,14 @@ def begin_together(comms: Sequence[Communicator], loaded: bool, own: Tensor) -> 
     # Two rounds: replicas of this part compare weights, then all parts of this replica take the worst
     # outcome.  A part that raised after the first round would leave the others waiting in the second.
     failure: PeerError | None = None
+    what = f"the weights that were loaded after {since}"
     try:
-        run(agree(comms[0], {_LOADED: digest(own) if loaded else "none, but those of attach"}))
+        run(agree(comms[0], {what: digest(own) if loaded else f"none, but those of {since}"}))
     except PeerError as error:
-        failure = PeerError(f"{error}, or load them before attach")
+        failure = PeerError(f"{error}, or load them before {since}")
     found = run(worst(comms[1:], 2 if failure else int(loaded), "", "agreement"))
     if found.severity > 1:
-        raise failure or PeerError(
-            f"ranks with another part disagree on {_LOADED}; see their errors"
-        )
+        raise failure or PeerError(f"ranks with another part disagree on {what}; see their errors")
     return found.severity == 1
 
 

@@ -13,9 +13,21 @@ from torch import Tensor, nn
 from sparsync.averaging.binding import saved_buffers, states_of
 from sparsync.errors import ConfigurationError
 from sparsync.fields import Each, Either, Exactly, Fields, Kind, Number, Plain, Values, like
+from sparsync.transports.agree import digest
 from sparsync.units import is_finite, local_of
 
-__all__ = ["SCALER_KIND", "is_broken", "load_optimizers", "load_weights", "own_kinds", "own_state"]
+__all__ = [
+    "SCALER_KIND",
+    "is_broken",
+    "load_optimizers",
+    "load_weights",
+    "own_kinds",
+    "own_state",
+    "same_moments",
+]
+
+Moments = Mapping[Tensor, Mapping[str, Any]]
+"""The ``state`` of an optimizer."""
 
 # Fields of torch's optimizers that hold step counts, squares or magnitudes. A negative value shows
 # damage, and its root would be NaN.
@@ -212,6 +224,27 @@ def load_optimizers(
             one.load_state_dict(fresh)
         except (KeyError, ValueError) as error:
             raise ConfigurationError(f"the saved state of {type(one).__name__}: {error}") from error
+
+
+def same_moments(one: Moments, other: Moments) -> bool:
+    """Return whether two states of an optimizer have the same bits.
+
+    Cost: that of ``digest`` for every moment, unless both are the same object.
+    """
+    return one is other or _digests(one) == _digests(other)
+
+
+def _digests(moments: Moments) -> dict[Tensor, dict[str, Any]]:
+    def told(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        part = local_of(value)
+        return digest(part.to_dense() if part.is_sparse else part)
+
+    # a parameter without moments may have an empty entry, or none
+    return {
+        p: {key: told(value) for key, value in kept.items()} for p, kept in moments.items() if kept
+    }
 
 
 def _tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:

@@ -43,11 +43,13 @@ from sparsync.updates.gradient_noise import correct
 from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.rank_state import (
     SCALER_KIND,
+    Moments,
     is_broken,
     load_optimizers,
     load_weights,
     own_kinds,
     own_state,
+    same_moments,
 )
 from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.stepping import follow
@@ -84,7 +86,9 @@ class UpdateRanks(ABC):
         """Prepare for the optimizer's writes to the weights, until the next ``step``."""
 
     @abstractmethod
-    def begin_together(self, comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
+    def begin_together(
+        self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
+    ) -> bool:
         """Return whether all ranks begin from weights loaded after ``attach``; see ``begin_together``."""
 
     @abstractmethod
@@ -109,9 +113,11 @@ class AllRanks(UpdateRanks):
     def before_step(self) -> None:
         """Do nothing."""
 
-    def begin_together(self, comms: Sequence[Communicator], loaded: bool, own: Tensor) -> bool:
+    def begin_together(
+        self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
+    ) -> bool:
         """Ask all ranks."""
-        return begin_together(comms, loaded, own)
+        return begin_together(comms, loaded, own, since)
 
     def step(self) -> AbstractContextManager[bool]:
         """Take every step."""
@@ -198,6 +204,7 @@ class UpdateSync(Handle):
         # that have not stepped in the current iteration, so their parameters hold former gradients
         self._resting = set(own.outer.optimizers)
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
+        self._moments: list[Moments] = []  # those loaded, until the first step after a load
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
         self._groups: dict[torch.optim.Optimizer, int] = {}  # how many groups each one had
@@ -288,12 +295,26 @@ class UpdateSync(Handle):
         """
         if not self._begins:
             return
+        comms, since = self.communicators, "attach"
+        if self._resumed:
+            run(on_all_or_none(comms, self._check_moments, "begin after a load"))
+            since = "the handle's state"
         loaded, outer = self._loaded_start(), self.outer
-        self._begins, end = False, outer.layout.end
+        self._begins, self._moments, end = False, [], outer.layout.end
         begins = outer.memory["shared"] if loaded is None else loaded
-        if self._ranks.begin_together(self.communicators, loaded is not None, begins[:end]):
+        if self._ranks.begin_together(comms, loaded is not None, begins[:end], since):
             outer.begin_again(begins)
             self._changes.remember()
+
+    def _check_moments(self) -> None:
+        """Refuse moments, e.g. rank 0's, that have replaced those that the handle has loaded."""
+        for one, loaded in zip(self.outer.optimizers, self._moments, strict=True):
+            require(
+                same_moments(one.state, loaded),
+                f"the state of {type(one).__name__} was replaced after the handle had loaded this "
+                "rank's own; load the optimizer before the handle, or leave it out (dcp.load loads in "
+                "alphabetical order of the keys)",
+            )
 
     def _loaded(self, own: Tensor) -> bool:
         """Return whether this rank's weights have changed since ``attach`` or the handle's last load."""
@@ -746,6 +767,7 @@ class UpdateSync(Handle):
         self._before = None
         self._count_for_node()
         self._begins = self._resumed = True
+        self._moments = [one.state for one in self.outer.optimizers]
         self._differs = False
         self._changes.remember()
 

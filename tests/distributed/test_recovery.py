@@ -284,6 +284,29 @@ def refuse_all(sync, net, file, damage, words):
 
 
 @on_ranks(4)
+def test_what_is_divided_over_ranks_is_refused(folder):
+    """A checkpoint would give rank 0's shards to all ranks; the state of the handle is saved by each."""
+    net, where = net_of("fsdp")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with attached(net, **where) as sync:
+        train(net, range(2), optimizer)
+        weights = flat(net)
+        parts = {"model": net, "optimizer": optimizer, "weight": next(net.parameters())}
+        for name, part in parts.items():
+            with refused(f"'{name}' is divided over ranks", "torch.distributed.checkpoint"):
+                sparsync.save(sync, folder, epoch=1, **{name: part})
+        assert not list(folder.rglob("*"))
+        sparsync.save(
+            sync, folder, epoch=1, model=model(), optimizer=torch.optim.SGD(model().parameters())
+        )
+        for name in ("model", "optimizer"):
+            with refused(f"'{name}' is divided over ranks"):
+                sparsync.load(sync, folder, **{name: parts[name]})
+        assert torch.equal(weights, flat(net))
+        assert sparsync.load(sync, folder)["epoch"] == 1
+
+
+@on_ranks(4)
 def test_what_one_rank_cannot_see_all_refuse(folder):
     ddp, rank = ddp_model(), dist.get_rank()
     with attached(ddp) as sync, pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar, cast, final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sparsync.checkpoint.files import (
     SHARED,
@@ -130,7 +131,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         CheckpointError: raised on all ranks if any of them could not write, does not see the others'
             files, or has taken another number of local steps.  Earlier checkpoints are untouched, and
             training may continue.
-        ConfigurationError: ``keep`` or ``folder`` is not valid.
+        ConfigurationError: ``keep`` or ``folder`` is not valid; an object is divided over ranks (FSDP2)
+            and ``sync`` does not hold it.
 
     Cost: writes n elements per rank, and waits until they are on disk; six messages of 8 bytes.
 
@@ -163,6 +165,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         states = {
             n: {} if _holds_shards(sync, v, state) else v.state_dict() for n, v in stateful.items()
         }
+        for name, value in {**states, **plain}.items():
+            _check_whole(name, value)
         # For updates, ranks differ in weights, and so in everything else with a state: a scheduler or
         # scaler follows its own rank.
         own = {n: states.pop(n) for n in list(states) if local and not _holds(sync, shared[n])}
@@ -213,8 +217,8 @@ def load(
         CheckpointError: ranks do not see the same checkpoint, or a file is damaged or contains more
             than tensors and plain values (files are read with ``weights_only=True`` and run no
             code).
-        ConfigurationError: the checkpoint does not fit this run; other ranks may raise
-            ``CheckpointError`` instead.
+        ConfigurationError: the checkpoint does not fit this run; an object is divided over ranks, as
+            for ``save``; other ranks may raise ``CheckpointError`` instead.
 
     If it raises, nothing has changed on any rank: objects that had already loaded their states are rolled
     back.
@@ -282,7 +286,8 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
             # of it
             if _holds_shards(sync, value, before):
                 continue
-            former[name] = copy.deepcopy(value.state_dict())
+            _check_whole(name, present := value.state_dict())
+            former[name] = copy.deepcopy(present)
             try:
                 value.load_state_dict(content[name])
             except Exception as error:  # models raise RuntimeError, optimizers ValueError, ...
@@ -312,6 +317,16 @@ def _holds(sync: Saveable, value: object) -> bool:
 def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bool:
     """Return whether a handle's state includes ``value``'s, which this rank holds only in pieces."""
     return _holds(sync, value) and bool(state["content"]["pieces"])
+
+
+def _check_whole(name: str, value: Any) -> None:
+    """Refuse a state with DTensors: ``shared.pt`` would give rank 0's shards to all ranks."""
+    require(
+        not any(hasattr(leaf, "to_local") for leaf in tree_leaves(value)),
+        f"the state of {name!r} is divided over ranks (DTensor), and a checkpoint has only rank 0's part "
+        "of such objects; save and load it with torch.distributed.checkpoint (docs/checkpoints.md), and "
+        "give save() and load() the rest",
+    )
 
 
 def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:

@@ -163,6 +163,39 @@ def test_a_checkpoint_is_continued_bit_for_bit(folder):
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("plain", marks=pytest.mark.slow)])
+def test_every_rank_gets_its_own_buffers_back(kind, folder):
+    """Nothing makes the statistics of normalisation equal; rank r of fewer takes those of old rank r."""
+    rank, halves = dist.get_rank(), [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+
+    def make(group):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+        if kind == "plain":
+            return net, {"replicate": group}
+        return DistributedDataParallel(net, process_group=group, broadcast_buffers=False), {}
+
+    ends, saved = [], None
+    for fresh in (False, True):
+        net, where = make(dist.group.WORLD)
+        with attached(net, **where) as sync:
+            if fresh:
+                sparsync.load(sync, folder, model=net)
+            else:
+                train(net, range(3))
+                sparsync.save(sync, folder, model=net)
+                saved = [buffer.clone() for buffer in net.buffers()]
+            train(net, range(3, 5))
+        ends.append([*net.parameters(), *net.buffers()])
+    assert all(map(torch.equal, *ends))
+    assert not same_everywhere(saved[0]), "the test would say nothing"
+    net, where = make(halves[rank // 2])
+    with attached(net, **where) as sync:
+        sparsync.load(sync, folder, model=net)
+        assert all(map(torch.equal, net.buffers(), gathered(saved)[rank % 2]))
+
+
+@on_ranks(4)
 def test_every_rank_gets_its_own_weights_back(folder):
     """Local updates: the next exchanges have the same bits."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar, cast, final
 
 import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sparsync.checkpoint.files import (
@@ -58,8 +59,9 @@ _LATE: Final = 10.0  # seconds until a shared folder must show a rank the files 
 _MOST: Final = 10**6  # limit on the number of checkpoints to keep
 # kinds of states in which the ranks' weights differ
 _LOCAL: Final = ("updates", "averager")
-# additions to a rank's state: ``save`` stores other objects' states there, ``save_state`` a digest
-_BESIDE: Final = Fields({}, {"own": Mapping, "weights": str})
+# additions to a rank's state: ``save`` stores other objects' states there, and modules' buffers;
+# ``save_state`` stores a digest
+_BESIDE: Final = Fields({}, {"own": Mapping, "buffers": Mapping, "weights": str})
 
 T = TypeVar("T")
 
@@ -121,8 +123,9 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
             kept.
         shared: by name, objects and values that are equal on all ranks and saved once, by rank 0:
             anything with a ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors,
-            numbers.  For updates, the state of ``sync`` includes every rank's own weights and moments,
-            and any other object with a ``state_dict()`` is saved by every rank.
+            numbers.  Every rank saves the buffers of modules, which may be its own.  For updates, the
+            state of ``sync`` includes every rank's own weights and moments, and any other object with a
+            ``state_dict()`` is saved by every rank.
 
     Returns:
         The folder of this checkpoint.
@@ -170,7 +173,10 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         # For updates, ranks differ in weights, and so in everything else with a state: a scheduler or
         # scaler follows its own rank.
         own = {n: states.pop(n) for n in list(states) if local and not _holds(sync, shared[n])}
-        write_file(target / seat.name, {**state, "beside": {"own": own}} if local else state)
+        # For gradients, ranks differ in nothing but buffers, which DDP broadcasts before the next forward
+        # pass, or never.
+        buffers = {} if local else {n: _buffers(shared[n], its) for n, its in states.items()}
+        write_file(target / seat.name, {**state, "beside": {"own": own, "buffers": buffers}})
         if seat.place == 0:
             write_file(target / SHARED, {**states, **plain})
 
@@ -269,6 +275,8 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
 
     def read() -> dict[str, Any]:
         content = {**read_file(path / SHARED), **beside.get("own", {})}
+        for name, its in beside.get("buffers", {}).items():
+            content[name].update(its)  # in place, because a state of a module has attributes
         missing = [name for name in shared if name not in content]
         if missing:
             raise ConfigurationError(
@@ -317,6 +325,12 @@ def _holds(sync: Saveable, value: object) -> bool:
 def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bool:
     """Return whether a handle's state includes ``value``'s, which this rank holds only in pieces."""
     return _holds(sync, value) and bool(state["content"]["pieces"])
+
+
+def _buffers(value: object, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the buffers in the state of a module; none of any other object."""
+    named = value.named_buffers(remove_duplicate=False) if isinstance(value, nn.Module) else ()
+    return {name: state[name] for name, _ in named if name in state}
 
 
 def _check_whole(name: str, value: Any) -> None:

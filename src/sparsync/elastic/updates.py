@@ -243,6 +243,10 @@ class PresentUpdateRanks(UpdateRanks):
             self._conclude()
         self._phase = phase
 
+    def check_together(self, comms: Sequence[Communicator], check: Callable[[], None]) -> None:
+        """Check on this rank alone, because ranks that join have loaded nothing."""
+        check()
+
     def begin_together(
         self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
     ) -> bool:

@@ -86,6 +86,10 @@ class UpdateRanks(ABC):
         """Prepare for the optimizer's writes to the weights, until the next ``step``."""
 
     @abstractmethod
+    def check_together(self, comms: Sequence[Communicator], check: Callable[[], None]) -> None:
+        """Run a check before the first step after a load; if it raises on any rank, raise on all."""
+
+    @abstractmethod
     def begin_together(
         self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
     ) -> bool:
@@ -112,6 +116,10 @@ class AllRanks(UpdateRanks):
 
     def before_step(self) -> None:
         """Do nothing."""
+
+    def check_together(self, comms: Sequence[Communicator], check: Callable[[], None]) -> None:
+        """Check on all ranks."""
+        run(on_all_or_none(comms, check, "begin after a load"))
 
     def begin_together(
         self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
@@ -297,7 +305,7 @@ class UpdateSync(Handle):
             return
         comms, since = self.communicators, "attach"
         if self._resumed:
-            run(on_all_or_none(comms, self._check_moments, "begin after a load"))
+            self._ranks.check_together(comms, self._check_moments)
             since = "the handle's state"
         loaded, outer = self._loaded_start(), self.outer
         self._begins, self._moments, end = False, [], outer.layout.end

@@ -160,15 +160,27 @@ def sink_of(log: Any, rank: int) -> Sink:
         rank: rank of this process.
 
     Raises:
-        ConfigurationError: ``log`` is none of these.
+        ConfigurationError: ``log`` is none of these, or this rank cannot write to it.
     """
     if isinstance(log, str | os.PathLike) and Path(log).suffix == ".jsonl":
         path = Path(log).with_suffix(f".rank{rank}.jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # line buffering puts a step's numbers on disk when the step ends, even if the process dies
-        # in the next one
-        file = path.open("a", buffering=1, encoding="utf-8")
-        return Sink(lambda step, v: file.write(json.dumps({"step": step, **v}) + "\n"), file.close)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # line buffering puts a step's numbers on disk when the step ends, even if the process
+            # dies in the next one
+            file = path.open("a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"rank {rank}: log: cannot write '{path}' ({error.strerror}); give a path in a folder "
+                "that every rank can write"
+            ) from error
+
+        def lines(step: int, values: Mapping[str, float]) -> None:
+            # JSON has no Infinity: the norm of a large residual may overflow
+            finite = {name: value for name, value in values.items() if math.isfinite(value)}
+            file.write(json.dumps({"step": step, **finite}) + "\n")
+
+        return Sink(lines, file.close)
     if callable(getattr(log, "add_scalar", None)):
 
         def scalars(step: int, values: Mapping[str, float]) -> None:

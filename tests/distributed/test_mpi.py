@@ -146,6 +146,10 @@ def test_a_communicator_of_mpi4py_is_taken_and_remembered_until_it_is_freed():
     assert kept is MpiCommunicator.of(half) is not MpiCommunicator.of(world)
     half.Free()
     assert kept.closed and not MpiCommunicator.of(world).closed
+    outside = world.Split(0 if world.rank else MPI.UNDEFINED)
+    for null in (half, *([outside] if world.rank == 0 else [])):
+        with refused("comm is MPI.COMM_NULL: it was freed, or this rank is not in it"):
+            sparsync.allreduce(mine, null)
     MpiCommunicator.of(world).close()
 
 

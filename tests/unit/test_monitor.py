@@ -256,6 +256,21 @@ def test_an_error_of_the_log_leaves_the_step_whole(ddp):
         handle.close()
 
 
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ConfigurationError, match=r"^rank 3: log: cannot write '.*rank3.jsonl' \(.*; give"
+    ):
+        sink_of(tmp_path / "file" / "run.jsonl", 3)
+
+
+def test_numbers_that_json_lacks_are_left_out(tmp_path):
+    sink = sink_of(tmp_path / "run.jsonl", 0)
+    sink.write(4, {"residual_norm": math.inf, "xi": math.nan, "density": 0.5})
+    sink.close()
+    assert json.loads((tmp_path / "run.rank0.jsonl").read_text()) == {"step": 4, "density": 0.5}
+
+
 def test_what_cannot_be_logged_to_is_refused(ddp):
     with pytest.raises(ConfigurationError, match="log is 3"):
         attach(ddp(), 3)

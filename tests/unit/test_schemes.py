@@ -24,6 +24,25 @@ def test_a_scheme_is_made_without_arguments_and_has_its_defaults(name):
     check_algorithms(TrainSettings(optimizer="adamw"), [name])
 
 
+@pytest.mark.parametrize(
+    ("flag", "given", "without", "having"),
+    [
+        ("--warmup-steps", {"warmup_steps": 7}, ["dense", "local"], "budgeted"),
+        ("--momentum-correction", {"momentum_correction": True}, ["fp16", "wagma"], "redsync"),
+        ("--buffers local", {"buffers": "local"}, ["dense", "oktopk"], "local"),
+        ("--curve-keys", {"curve_keys": "keys", "transport": "zmq"}, ["dense"], "sparcml"),
+    ],
+)
+def test_a_flag_without_effect_on_any_algorithm_is_refused(flag, given, without, having, capsys):
+    settings = TrainSettings(workload="digits", optimizer="sgd", **given)
+    with pytest.raises(ConfigurationError, match=f"^{flag} has no effect on {', '.join(without)};"):
+        check_algorithms(settings, without)
+    check_algorithms(settings, [*without, having])
+    assert ("which --curve-keys does not encrypt" in capsys.readouterr().err) == (
+        "curve_keys" in given
+    )
+
+
 def test_a_name_means_one_thing():
     assert not set(SCHEMES) & {*PRESETS, *HOOKS}
 

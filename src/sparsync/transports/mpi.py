@@ -12,7 +12,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError, DeadlineError, PeerError, first_line
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError, first_line, require
 from sparsync.transports.actors import Actor, Host
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation, run
@@ -103,9 +103,15 @@ class MpiCommunicator(Communicator):
         The first call is collective.
 
         Raises:
-            ConfigurationError: as from the constructor.
+            ConfigurationError: ``comm`` is null or was freed; or as from the constructor.
         """
-        key = _key(load_mpi())
+        mpi = load_mpi()
+        require(
+            comm != mpi.COMM_NULL,
+            "comm is MPI.COMM_NULL: it was freed, or this rank is not in it (Split with MPI.UNDEFINED); "
+            "call only on the ranks of a live communicator",
+        )
+        key = _key(mpi)
         kept = comm.Get_attr(key)
         if kept is None or kept.closed:
             kept = cls(comm)

@@ -22,6 +22,7 @@ from sparsync.cli.network_choice import transport_of
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.values import INSTALL_PAPERS
 from sparsync.cli.workloads.workload import is_hidden_matrix
+from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
 from sparsync.options import Compression, Transport
 from sparsync.presets import PRESETS, preset, resolve
@@ -111,6 +112,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"period is {settings.period}, but none of {', '.join(algorithms)} has it; leave it out, "
             f"or choose one of {', '.join(having)}",
         )
+    _check_used(settings, found)
     for one in schemes:
         size = one.options.get("group_size")
         require(
@@ -125,6 +127,27 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
         )
         SCHEMES[one.name](None, **given)
     return algorithms
+
+
+def _check_used(settings: TrainSettings, found: Sequence[Named]) -> None:
+    """Refuse options that none of the algorithms has, and say which ones send in the clear."""
+    schemes = [one for one in found if one.name in SCHEMES]
+    plain = [one for one in found if one.name in ("dense", *HOOKS) and one not in schemes]
+    local = settings.space == "local"
+    presets = [] if local else [one for one in found if one not in schemes and one not in plain]
+    for flag, given, having in (
+        ("--warmup-steps", settings.warmup_steps > 0, presets),
+        ("--momentum-correction", settings.momentum_correction, presets),
+        ("--buffers local", settings.buffers == "local", found if local else schemes),
+        ("--curve-keys", settings.curve_keys is not None, found if local else [*presets, *schemes]),
+    ):
+        require(
+            bool(having) or not given,
+            f"{flag} has no effect on {', '.join(one.label for one in found)}; leave it out, or add an "
+            "algorithm that has it",
+        )
+    if settings.curve_keys is not None and plain and not local:
+        say(f"{plain[0].name} is DDP's own exchange over gloo, which --curve-keys does not encrypt")
 
 
 def _nothing() -> None:

@@ -9,15 +9,16 @@ import torch
 import sparsync
 from sparsync.cli.train.elastic import Applied, ElasticResult, _Run, check_kill, write_elastic_plot
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.errors import ConfigurationError, PeerError
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError
 from sparsync.feedback.correction import Correction
 from sparsync.updates import AdaptivePeriod, OuterStep
 from tests.fresh import run_python
 
 pytest.importorskip("torchft")
 from sparsync.elastic import ElasticGroup
+from sparsync.elastic import attendance as attendance_of_a_rank
 from sparsync.elastic.catch_up import keep_gradients, make_copy, rates_of, repeat
-from sparsync.elastic.group import group_of
+from sparsync.elastic.group import Quorum, group_of
 
 
 @pytest.fixture
@@ -196,6 +197,26 @@ def test_a_rank_does_not_catch_up_in_the_exchange_in_which_it_joins(net, manager
         attendance.ready()
         assert attendance._ready
         attendance.catch_up = None
+
+
+def test_ranks_that_cannot_meet_say_so_once_and_end(net, manager, monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(attendance_of_a_rank, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def fail(*_):
+        clock[0] += 90.0
+        raise PeerError("rank 1 is gone")
+
+    with attached(net, manager) as sync:
+        attendance, quorum = sync.membership.attendance, Quorum(1, 1, 0, ("a",), [""], [])
+        monkeypatch.setattr(attendance.group.comm, "regroup", lambda *_: None)
+        monkeypatch.setattr(attendance.members, "call_the_roll", fail)
+        monkeypatch.setattr(attendance, "_again", lambda _error: quorum)
+        words = r"have not all met for 600 s \(rank 1 is gone\); end the rank"
+        with pytest.raises(DeadlineError, match=words):
+            attendance._meet(quorum)
+    assert clock[0] == 720.0  # the first failure, and 600 s
+    assert capsys.readouterr().err.count("have not all met (rank 1 is gone)") == 1
 
 
 def two_optimizers(seed):

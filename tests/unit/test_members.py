@@ -4,10 +4,13 @@ import math
 from collections import Counter
 
 import pytest
+import torch
 
-from sparsync.elastic.members import Entry, judge
+from sparsync.elastic.members import Entry, Members, judge
 from sparsync.errors import CheckpointError
+from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS
+from sparsync.units import plan_units
 
 from .changing_world import World
 
@@ -99,9 +102,15 @@ def test_fresh_weights_do_not_take_the_place_of_lost_ones(entries):
         judge(entries)
 
 
-def test_a_rank_that_is_set_up_otherwise_is_told_so():
+@pytest.mark.parametrize("units", [1, 3])
+def test_a_rank_that_is_set_up_otherwise_is_told_so(units):
+    """However many units the model has there, all ranks call the roll on the same channel."""
     world = World(3, "budgeted", ranks=3, change=0, leaving=0)
-    world.members[1].members._set_up = 5
+    its, views = world.members[1], [(f"w{part}", torch.zeros(48 // units)) for part in range(units)]
+    parts = plan_units(views, unit_bytes=4 * 48 // units)
+    assert len(parts) == units
+    its.reducer = Reducer(its.ends, parts, world.algorithm, world.density, changing=True)
+    its.members = Members(its.reducer, start=1, set_up=5)
     with pytest.raises(
         ValueError, match=r"is set up differently from rank . and those that continue with it"
     ):

@@ -314,8 +314,11 @@ class Attendance:
         """Call the roll of a quorum, or of later ones until one succeeds.
 
         Ranks without the weights wait for ranks that have them, whose heartbeats may only be late.
+
+        Raises:
+            DeadlineError: rolls have failed for ten minutes.
         """
-        until = time.monotonic() + _RETURN
+        until, failing_since = time.monotonic() + _RETURN, None
         while True:
             self.group.comm.regroup(quorum.rank, quorum.number, quorum.endpoints)
             try:
@@ -323,6 +326,19 @@ class Attendance:
                 verdict = run(rolling)
                 break
             except CommunicationError as error:
+                now = time.monotonic()
+                if failing_since is None:
+                    failing_since = now
+                    say(
+                        f"{self.reducer.place}: the ranks present have not all met ({error}); training "
+                        "waits, and nothing is lost"
+                    )
+                if now > failing_since + _PATIENCE:
+                    raise DeadlineError(
+                        f"{self.reducer.place}: the ranks present have not all met for {_PATIENCE:g} s "
+                        f"({error}); end the rank that this names, and check that every rank can "
+                        "reach every other"
+                    ) from error
                 quorum = self._again(error)
             except CheckpointError as error:
                 # a stalled rank, or one with late heartbeats, has the weights and will return

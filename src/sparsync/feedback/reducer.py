@@ -128,7 +128,7 @@ class Reducer:
 
     def channel(self, use: int | Use) -> Communicator:
         """Return the channel of a unit, or of another kind of exchange."""
-        return channel_of(self.comm, len(self.units), use)
+        return channel_of(self.comm, use)
 
     def move_to(self, comm: Communicator) -> None:
         """Exchange over another communicator of the same ranks, e.g. in a new simulation."""

@@ -23,11 +23,12 @@ __all__ = ["Consensus", "Plan", "Proposal", "UnitPlan", "Use", "channel_of"]
 Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll", "contributions"]
 
 
-def channel_of(comm: Communicator, units: int, use: int | Use) -> Communicator:
-    """Return the channel of a unit, or of another use; ``units`` is the number of units."""
-    # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol. It
-    # must not depend on the uses that a rank has.
-    return comm.channel(use if isinstance(use, int) else units + get_args(Use).index(use))
+def channel_of(comm: Communicator, use: int | Use) -> Communicator:
+    """Return the channel of a unit, or of another use."""
+    # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol. The
+    # units come last: ranks with other units must still meet on the channel where set-ups are compared.
+    uses = get_args(Use)
+    return comm.channel(len(uses) + use if isinstance(use, int) else uses.index(use))
 
 
 # ---- the plan --------------------------------------------------------------------------------------

@@ -336,9 +336,7 @@ class GradientSteps:
             return
         tensors, rank = sentinel.tensors(model, self._ignored), dist.get_rank()
         place = self.reducer.comm.ledger.place(done)
-        units, parts = len(self.reducer.units), None
-        if self.consensus is not None:
-            parts = channel_of(self.consensus.parts, units, "weights")
+        parts = None if self.consensus is None else channel_of(self.consensus.parts, "weights")
 
         async def job() -> None:
             replicas = self.reducer.channel("weights")

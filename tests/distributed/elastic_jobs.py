@@ -117,12 +117,14 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     attach exits with code 7; ``pauses`` states where the replica pauses after contributing to some
     steps; ``algorithm`` and ``density`` are those of gradients; with ``in_turn``, each layer has an
     optimizer, and these step in turn; with ``spoils``, replica 0 makes all refuse every other exchange
-    while another joins, which arrives in one of these.
+    while another joins, which arrives in one of these. ``frozen`` is the seed of a layer that is not
+    trained, beside a buffer of an integer that differs on every replica.
     """
     carries, handles = options.pop("carries", True), options.pop("handles", False)
     pauses, contributions = options.pop("pauses", ""), 0
     algorithm, density = options.pop("algorithm", None), options.pop("density", 0.1)
     in_turn, spoils = options.pop("in_turn", False), options.pop("spoils", False)
+    frozen = options.pop("frozen", None)
     at_once = catch_up.fetch
 
     def fetch_late(source, timeout, since, stop):
@@ -148,16 +150,22 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1, bias=False)
     )
+    trained = list(model.parameters())
     if outer is None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
     optimizers = [optimizer]
     if in_turn:
         optimizers = [torch.optim.SGD(its.parameters(), 0.05, 0.9) for its in (model[0], model[2])]
         optimizer = optimizers[-1]
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     account = Account(model)
+    if frozen is not None:
+        torch.manual_seed(frozen)
+        model.append(torch.nn.Linear(1, 1)).requires_grad_(False)
+        model[:3].requires_grad_(True)
+        model.register_buffer("number", torch.tensor(number))
     if outer is None:
         account.of_gradients()
         given = {"algorithm": algorithm, "density": density}
@@ -183,7 +191,7 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
         joins = spoils and number == 0 and sync.membership.attendance.members.fetching
         if joins and sync.reducer.step % 2 == 0:  # never two in a row, which would end the job
             model[0].weight.grad[0, 0] = torch.nan
-        average = [torch.zeros(p.numel()) if p.grad is None else p.grad for p in model.parameters()]
+        average = [torch.zeros(p.numel()) if p.grad is None else p.grad for p in trained]
         average = torch.cat([one.flatten() for one in average])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         # a joining rank counts the same steps as the others once it has had its first gradients
@@ -210,7 +218,8 @@ def train(pipe, number, lighthouse, until, timeout, seed, seat, outer, late, err
     if sync.left and not returns:
         time.sleep(10)  # it may have left between two steps a moment ago: its signal is on the way
     sync.finish()
-    end = {"weights": weights_digest(model.parameters()), "loss": loss.item()}
+    whole = [*model.parameters(), *(() if outer is None else model.buffers())]
+    end = {"weights": weights_digest(whole), "loss": loss.item()}
     # the sums are sent as arrays, because the receiver would fetch tensors from this process, which
     # is about to end
     end |= {"put": account.put.numpy(), "applied": account.applied.numpy()}

@@ -179,6 +179,17 @@ def test_a_killed_replica_returns_while_the_others_go_on(job, outer):
     assert [c["lost_norm"] > 0 for c in changes if c["died"]] == [True], changes
 
 
+@UPDATES_FIRST
+def test_frozen_layers_and_integers_are_equal_as_well(job, outer):
+    run = job(0, outer=outer)
+    for number in range(2):
+        run.start(number, frozen=number)
+    run.all_contribute([0, 1])
+    run.start(2, frozen=2)
+    run.all_contribute([2])
+    assert len(run.finish()) == 3  # it compares weights at the end
+
+
 def test_a_replica_catches_up_where_optimizers_step_in_turn(job):
     run = job(2, in_turn=True)
     run.all_contribute([0, 1])

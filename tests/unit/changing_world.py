@@ -198,6 +198,8 @@ class Member:
         )
         self.members = Members(self.reducer, start=int(weights.sum()) + 1)
         self.met = self.left = False
+        self.other = torch.tensor([number])  # what is not exchanged
+        self.caught_up = False  # whether it has the last weights, which it has not computed
         self.ready = False  # whether it has the weights of some step, and all averages since
         self.whole = number < world.ranks  # it has had the weights
         self.granted = 0  # its last group, even if it does not know it yet
@@ -243,6 +245,11 @@ class Member:
                     assert self.members._spent or np.array_equal(self.weights, last), (
                         "replicas differ at the end"
                     )
+                    await self.members.equalise({"other": self.other})
+                    self.members.caught_up()
+                    if self.members._those_at_the_end() is not None:
+                        self.world.others.add(self.other.item())
+                        assert len(self.world.others) == 1, "replicas differ beyond their weights"
                     return
             except CommunicationError:
                 await self.recover()
@@ -253,9 +260,8 @@ class Member:
         """Return whether this member has the last weights; otherwise, it may get them at any call."""
         last = self.world.weights.get(self.world.steps)
         if self.members.behind and last is not None and self.world.rng.random() < 0.4:
-            self.weights = last
-            self.members.caught_up()
-        return not self.members.behind
+            self.weights, self.caught_up = last, True
+        return self.caught_up or not self.members.behind
 
     async def meet(self, job, ends):
         while True:
@@ -440,6 +446,7 @@ class World:
         self.withdrawn = 0  # members that have left without training on
         self.standing = ()  # the last group that has committed
         self.over = False  # whether a member has reached the end
+        self.others = set()  # what members hold at the end that is not exchanged
         self.asked, self.groups = {}, [()]  # members that ask for a quorum; the groups by number
         self.weights = {
             0: np.zeros(size, np.float32)

@@ -119,6 +119,18 @@ def test_a_group_tells_its_addresses_and_takes_those_of_others(manager):
         group.allreduce([torch.zeros(1)], None)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_ranks_with_other_frozen_layers_begin_with_other_weights(manager, kind):
+    histories = []
+    for value in (0.0, 0.0, 1.0):
+        net = torch.nn.ParameterDict({name: torch.full((4,), value) for name in ("base", "head")})
+        torch.nn.init.zeros_(net["head"])
+        net["base"].requires_grad_(False)
+        with attached(net, manager, kind([net["head"]], 0.1)) as sync:
+            histories.append(sync.membership.attendance.members._past)
+    assert histories[0] == histories[1] != histories[2]
+
+
 def test_what_is_carried_has_a_state(net, manager):
     with attached(net, manager) as sync:
         with pytest.raises(

@@ -117,6 +117,15 @@ def test_a_rank_that_is_set_up_otherwise_is_told_so(units):
         world.run()
 
 
+def test_a_rank_that_ends_with_other_buffers_is_told_so():
+    world = World(3, "budgeted", ranks=3, change=0, leaving=0, absence=0, alone=0)
+    its = world.members[1].members
+    equalise = its.equalise
+    its.equalise = lambda tensors: equalise({**tensors, "more": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"rank . ends with other buffers than the others"):
+        world.run()
+
+
 def test_what_has_changed_is_told():
     world = World(9, "budgeted", change=0.01)
     everyone = list(world.members.values())

@@ -6,12 +6,13 @@ torchft's manager determines which ranks are present; ``members`` decides the fa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
+from torch import Tensor
 
 from sparsync.algorithm import Algorithm
 from sparsync.console import say
@@ -25,7 +26,7 @@ from sparsync.errors import (
     DeadlineError,
     PeerError,
 )
-from sparsync.feedback.agreed_setup import number_of, set_up_digest
+from sparsync.feedback.agreed_setup import number_of, set_up_digest, weights_digest
 from sparsync.feedback.reducer import Reducer
 from sparsync.options import Options
 from sparsync.sparse import Vector
@@ -103,6 +104,7 @@ class Attendance:
         manager: torchft's manager.
         reducer: a ``changing`` reducer with a ``summing`` algorithm.
         weights: returns a digest of the weights that are equal on all ranks.
+        frozen: the parameters that no step changes, which must be equal before the first one.
         rates: returns the optimizers' current rates, which must also be equal.
         average: divide totals by the number of ranks whose gradients are in them.
         settings: further settings that must be equal on all ranks.
@@ -119,6 +121,7 @@ class Attendance:
         manager: Any,
         reducer: Reducer,
         weights: Callable[[], str],
+        frozen: Iterable[Tensor],
         rates: Callable[[], Rates],
         *,
         average: bool,
@@ -127,7 +130,8 @@ class Attendance:
         self._average = average
         self.weights, self.rates = weights, rates
         self.manager, self.group, self.reducer = manager, group_of(manager), reducer
-        self.members = Members(reducer, number_of(weights()), set_up_digest(reducer, **settings))
+        start = number_of(weights() + weights_digest(frozen))
+        self.members = Members(reducer, start, set_up_digest(reducer, **settings))
         self.offered = self._asked = self._joined = False
         self._met = False  # whether the roll was already called for the open step
         self._outside = False  # see ``outside_steps``
@@ -219,11 +223,18 @@ class Attendance:
         """Abandon the exchange, and meet the remaining ranks."""
         return self._meet(self._again(error))
 
-    def end(self, copy: Callable[[], memoryview]) -> bytearray | None:
-        """Wait until all ranks have applied the last step, and those that are behind have a copy.
+    def end(
+        self,
+        copy: Callable[[], memoryview],
+        take: Callable[[bytearray], None],
+        others: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        """Wait until all ranks have applied the last step, those that are behind with another's copy.
 
-        Returns:
-            Another rank's copy if this rank was behind, otherwise None.
+        Args:
+            copy: returns a copy of this rank's state.
+            take: loads the copy of another rank.
+            others: returns tensors that no step makes equal, by name; all take those of the first rank.
         """
         members, reached = self.members, self.reducer.step
         while not members.left:
@@ -236,16 +247,28 @@ class Attendance:
                 )
             try:
                 if run(members.end(whole=self._has_copy())):
-                    break
+                    # the training thread, which waits meanwhile, may use another stream
+                    self._wait_for_gpus()
+                    if (
+                        members.behind
+                        and self.catch_up is not None
+                        and self.catch_up.copy is not None
+                    ):
+                        take(self.catch_up.copy[1])
+                    if tensors := others():
+                        run(members.equalise(tensors))
+                    members.caught_up()
+                    self._wait_for_gpus()
+                    return
                 self.offer(copy)
                 time.sleep(_PAUSE)
             except CommunicationError as error:
                 self.recover(error)
                 self._met = True
-        if not members.behind or self.catch_up is None or self.catch_up.copy is None:
-            return None
-        members.caught_up()
-        return self.catch_up.copy[1]
+
+    def _wait_for_gpus(self) -> None:
+        for device in {unit.device for unit in self.reducer.units if unit.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
 
     def _has_copy(self) -> bool:
         """Return whether this rank has the last weights, or a copy of them; if not, fetch a copy."""

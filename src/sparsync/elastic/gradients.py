@@ -137,6 +137,7 @@ class PresentRanks(Ranks):
             manager,
             reducer,
             lambda: weights_digest(weights),
+            [parameter for parameter in model.parameters() if not parameter.requires_grad],
             lambda: rates_of(its),
             average=options.algorithm.average,
             nonfinite=watched.policy,
@@ -334,9 +335,9 @@ class PresentRanks(Ranks):
 
     def part(self) -> None:
         """Wait until all ranks have applied the last step; a rank that is behind gets new weights."""
-        # the engine's thread, which owns the sockets, waits meanwhile, so this thread may write the
-        # weights
+
+        def take(copy: bytearray) -> None:
+            load_copy(copy, self._model(), self._optimizers)
+
         with self.membership.turns.step(), self._reducer.comm.ledger.outside_steps():
-            taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
-        if taken is not None:
-            load_copy(taken, self._model(), self._optimizers)
+            self._engine.submit(lambda: self.attendance.end(self._copy, take)).result()

@@ -28,17 +28,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from sparsync.errors import CheckpointError, ConfigurationError
+from sparsync.feedback.agreed_setup import number_of
 from sparsync.feedback.reducer import Position, Reducer
 from sparsync.feedback.residual import Residual
 from sparsync.feedback.shares import SharesState
 from sparsync.sparse import DenseVector, Vector
+from sparsync.transports.agree import equalise_
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.groups import Subgroup
 from sparsync.transports.ledger import Raw
@@ -165,7 +167,7 @@ class Members:
     Args:
         reducer: a ``changing`` reducer; its totals are not divided, and ``contributors`` is the
             divisor.
-        start: digest of the weights before the first step.
+        start: digest of the weights before the first step, trained and frozen.
         set_up: digest of everything that must be equal on all ranks.
 
     Attributes:
@@ -358,14 +360,42 @@ class Members:
         Raises:
             CommunicationError: a rank is gone, or has not committed the last step.
         """
-        leaves = self._present[:, 1].tolist()
-        # ranks in their last step do not reach the end, and no rank waits for them
-        if leaves[self.reducer.comm.rank] == 2:
+        comm = self._those_at_the_end()
+        if comm is None:
             return True
-        there = [rank for rank, when in enumerate(leaves) if when < 2]
-        comm = Subgroup(self.reducer.channel("vote"), there)
         rows = await comm.allgather(torch.tensor([int(whole)]), "end")
         return all(map(bool, rows))
+
+    async def equalise(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite tensors with those of one rank at the end, and wait until all have done so.
+
+        Raises:
+            CommunicationError: a rank is gone.
+            ConfigurationError: this rank has tensors of other names or shapes.
+        """
+        comm = self._those_at_the_end()
+        if comm is None:
+            return
+        # not left to ``equalise_``, whose CommunicationError would make ranks try again
+        names = await comm.allgather(torch.tensor([number_of(" ".join(tensors))]), "end")
+        if not torch.equal(names[0], names[comm.rank]):
+            raise ConfigurationError(
+                f"rank {self.reducer.comm.rank} ends with other buffers than the others, so they cannot "
+                "be made equal: another name or shape; register buffers alike on all ranks"
+            )
+        await equalise_(comm, tensors)
+        await comm.allgather(torch.tensor([1]), "end")  # a rank that dies before is noticed by all
+
+    def _those_at_the_end(self) -> Communicator | None:
+        """Return the group of all ranks that reach the end; None if this rank does not."""
+        # ranks in their last step do not reach the end, and no rank waits for them
+        leaves = self._present[:, 1].tolist()
+        if leaves[self.reducer.comm.rank] == 2:
+            return None
+        there = [rank for rank, when in enumerate(leaves) if when < 2]
+        # first a rank that was not behind: if the end is repeated, others may already have ended like it
+        there.sort(key=lambda rank: rank != self.first)
+        return Subgroup(self.reducer.channel("vote"), there)
 
     def _count(self, rows: Tensor) -> None:
         """Record which ranks contribute to the open step, and which leave after it."""

@@ -193,6 +193,7 @@ class PresentUpdateRanks(UpdateRanks):
             manager,
             reducer,
             lambda: weights_digest([outer.memory["shared"]]),
+            weights.frozen().values(),
             lambda: here()._rates,
             average=True,
             nonfinite=options.monitoring.policy,
@@ -205,9 +206,8 @@ class PresentUpdateRanks(UpdateRanks):
         # reference is weak
         self._copied: Weights | None = None
         self._knows = False  # whether the program was told that this rank has left
-        # set once this rank has caught up: the donor's further states, and the states of its
-        # optimizers
-        self._arrival: tuple[dict[str, Any], list[Any]] | None = None
+        # set once this rank has caught up: the donor's further states, and its copy
+        self._arrival: tuple[dict[str, Any], Mapping[str, Any]] | None = None
 
     # ---- on the training thread --------------------------------------------------------------------
 
@@ -290,15 +290,31 @@ class PresentUpdateRanks(UpdateRanks):
                 self._conclude()
             # from here on, a rank that resumes after a stall learns that there is nothing to join
             self.attendance.members.tell_clock(self.outer.steps * _PHASES + _OVER)
-            taken = self._engine.submit(lambda: self.attendance.end(self._copy)).result()
-        if taken is not None:
-            state = self._opened(taken)
-            self.outer.catch_up(state["memory"])
-            for one, its in zip(self.outer.optimizers, state["optimizers"], strict=True):
-                one.load_state_dict(its)
+            parts = self._copy, self._take, self._others
+            self._engine.submit(lambda: self.attendance.end(*parts)).result()
         if not self.membership.left:
             self._weights.write(_EVERYTHING, self.outer.memory["shared"])
             self.outer.hide_residuals(range(1))
+
+    def _take(self, copy: bytearray) -> None:
+        """Load the copy of another rank, after the last exchange."""
+        state = self._opened(copy)
+        self.outer.catch_up(state["memory"])
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Load the parts of a copy that are not exchanged."""
+        for one, its in zip(self.outer.optimizers, state["optimizers"], strict=True):
+            one.load_state_dict(its)
+        with torch.no_grad():
+            for name, tensor in self._others().items():
+                # a buffer that has grown on one of the two ranks has another name
+                if name in state["others"]:
+                    tensor.copy_(state["others"][name])
+
+    def _others(self) -> dict[str, Tensor]:
+        # all frozen parameters, because a rank that joins may begin with others
+        return self._weights.others(unwritten=True)
 
     def _conclude(self) -> None:
         """Exchange everything left."""
@@ -345,12 +361,12 @@ class PresentUpdateRanks(UpdateRanks):
         members, outer = self.attendance.members, self.outer
         self._weights.average_over(max(members.contributors, 1))
         self._go_on()
-        # load here rather than in ``_arrive``, because optimizers belong to the training thread
+        # load here rather than in ``_arrive``, because optimizers and the model belong to the
+        # training thread
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
-            extras, states = arrival
-            for one, state in zip(outer.optimizers, states, strict=True):
-                one.load_state_dict(state)
+            extras, state = arrival
+            self._load(state)
             # the donor may have copied them in a step that all have refused since
             drop_broken(outer.optimizers, alone)
             self.membership.take_over(extras, outer.optimizers)
@@ -476,12 +492,13 @@ class PresentUpdateRanks(UpdateRanks):
             )
         if (noise := self._weights.noise) is not None:  # its random signs must match the others'
             noise.load_state_dict(extras["noise"])
-        self._arrival = extras, state["optimizers"]
+        self._arrival = extras, state
 
     def _copy(self) -> memoryview:
-        """Return the shared weights before the open exchange, and this rank's moments in 16 bits."""
+        """Return this rank's state before the open exchange, with its moments in 16 bits."""
         states = [_narrow(one.state_dict()) for one in self.outer.optimizers]
-        content = {"memory": self.outer.memory, "optimizers": states}
+        others = {name: tensor.detach() for name, tensor in self._others().items()}
+        content = {"memory": self.outer.memory, "optimizers": states, "others": others}
         return memoryview(packed(sealed("elastic updates", content)))
 
     def _opened(self, raw: bytearray) -> dict[str, Any]:
@@ -489,7 +506,7 @@ class PresentUpdateRanks(UpdateRanks):
         optimizers = Each((Mapping,) * len(self.outer.optimizers))
         # there is no momentum before the first exchange, so a donor may have one while this rank has none
         memory = Fields({"shared": like(self.outer.memory["shared"])}, {"momentum": Tensor})
-        content = Fields({"memory": memory, "optimizers": optimizers})
+        content = Fields({"memory": memory, "optimizers": optimizers, "others": Mapping})
         return opened(unpacked(raw), "elastic updates", content)
 
     def _told(self) -> dict[str, Any]:

@@ -155,17 +155,22 @@ class ModelWeights(Weights):
         """Return the exchanged buffers by name."""
         return {name: self._tensor(name) for name in self.buffers if name not in self.left_out}
 
-    def others(self) -> dict[str, Tensor]:
+    def frozen(self) -> dict[str, Tensor]:
+        """Return the parameters that were not trained when the model was attached, by name."""
+        named = dict(self._module.named_parameters())
+        return {name: local_of(named[name]) for name in self._frozen if name in named}
+
+    def others(self, *, unwritten: bool = False) -> dict[str, Tensor]:
         """Return what is not exchanged, though DDP keeps it equal: further buffers, frozen parameters.
 
         These are buffers of integers, those that are not saved, that came or grew after ``attach``, and
-        parameters that the model itself has written since, as an average of its own weights.
+        parameters that the model itself has written since, as an average of its own weights; with
+        ``unwritten``, all frozen parameters.
         """
-        named = dict(self._module.named_parameters())
         found = {
-            name: local_of(named[name])
-            for name, version in self._frozen.items()
-            if name in named and local_of(named[name])._version != version
+            name: tensor
+            for name, tensor in self.frozen().items()
+            if unwritten or tensor._version != self._frozen[name]
         }
         if self._local is not None:
             found |= {

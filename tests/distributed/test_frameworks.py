@@ -516,6 +516,30 @@ def test_transformers_brings_every_rank_its_own_weights_and_moments(folder):
     assert not {"train", "evaluation_loop"} & vars(trainer).keys()
 
 
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+BEST |= {"metric_for_best_model": "loss", "greater_is_better": True}  # the first evaluation's
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["sgd", "adamw_torch"])
+def test_transformers_ends_equal_with_and_without_a_best_model(folder, kind):
+    from safetensors.torch import load_file
+
+    launched()
+    # each rank has its own disk: rank 1 finds no checkpoint, as on another machine
+    settings, own = {**BEST, "optim": kind, "learning_rate": 0.03}, folder / str(dist.get_rank())
+    callback, trainer, ended = transformers_run(own / "early", eval_delay=99, **settings)
+    assert trainer.state.best_model_checkpoint is None and same_everywhere(ended)
+    callback.close()
+    callback, trainer, ended = transformers_run(own, max_steps=12, **settings)
+    best = load_file(folder / "0" / "checkpoint-4" / "model.safetensors")
+    assert same_everywhere(ended) and all(
+        torch.equal(value, best[name]) for name, value in trainer.model.state_dict().items()
+    )
+    callback.close()
+
+
 @pytest.mark.slow
 @on_ranks(2)
 def test_transformers_skips_an_overflow(folder):

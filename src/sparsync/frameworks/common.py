@@ -19,8 +19,9 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.agreed_setup import weights_digest
 from sparsync.handle import Handle
 from sparsync.options import DISABLE, Monitoring, disabled
-from sparsync.transports.agree import agree
+from sparsync.transports.agree import agree, equalise_
 from sparsync.transports.driver import run
+from sparsync.units import local_of
 from sparsync.updates.sync import UpdateSync
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "replace_method",
     "resume",
     "save_beside",
+    "take_rank_0s",
 ]
 
 
@@ -158,6 +160,30 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
         )
 
 
+def take_rank_0s(sync: Handle, model: torch.nn.Module, loaded: bool) -> bool:
+    """Give all ranks the weights and buffers of rank 0, if rank 0 has ``loaded`` some; all ranks call it.
+
+    Returns:
+        Whether rank 0 has loaded weights.
+    """
+    if isinstance(sync, UpdateSync):
+        run(sync.outer.settle())
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {name: local_of(tensor) for name, tensor in named.items()}
+    # each rank of a sharded replica keeps its own part, so it takes that of the first replica
+    comms = sync.communicators[: 1 if _sharded(model) else None]
+    told = torch.tensor([int(loaded)])
+    for comm in comms:
+        run(equalise_(comm, {"whether rank 0 has loaded weights": told}))
+    for comm in comms if told else ():
+        run(equalise_(comm, tensors))
+    return bool(told)
+
+
+def _sharded(model: torch.nn.Module) -> bool:
+    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
+
+
 def _weights(sync: Handle, model: torch.nn.Module) -> str:
     """Return a digest of a model's weights as a framework saves them.
 
@@ -166,7 +192,4 @@ def _weights(sync: Handle, model: torch.nn.Module) -> str:
     """
     if isinstance(sync, UpdateSync) and sync.reducer.comm.rank:
         return ""
-    parameters = list(model.parameters())
-    if any(hasattr(parameter, "to_local") for parameter in parameters):
-        return ""
-    return weights_digest(parameters)
+    return "" if _sharded(model) else weights_digest(model.parameters())

@@ -19,6 +19,7 @@ from sparsync.frameworks.common import (
     replace_method,
     resume,
     save_beside,
+    take_rank_0s,
 )
 from sparsync.handle import Handle
 from sparsync.updates.sync import UpdateSync
@@ -116,9 +117,18 @@ class SparsyncCallback(TrainerCallback):
         self._training = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make replicas equal if updates were exchanged; a loaded best model is equal already."""
+        """Make replicas equal: after a best model was loaded, to that of rank 0.
+
+        Other ranks may have loaded another one, or none, if every machine has its own disk.
+        """
         self._training = False
-        if isinstance(self.sync, UpdateSync) and not args.load_best_model_at_end:
+        if self.sync is None:
+            return
+        # the argument alone says little: training may end before the first evaluation
+        loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if args.load_best_model_at_end and take_rank_0s(self.sync, self._trainer.model, loaded):
+            return
+        if isinstance(self.sync, UpdateSync):
             self.sync.finish()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

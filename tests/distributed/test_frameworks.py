@@ -542,6 +542,24 @@ def test_transformers_ends_equal_with_and_without_a_best_model(folder, kind):
 
 @pytest.mark.slow
 @on_ranks(2)
+def test_transformers_trains_on_from_its_best_model(folder):
+    """The best model is not a local step from the last one, however near it is."""
+    launched()
+    settings = {**BEST, "optim": "adamw_torch", "learning_rate": 0.03, "max_steps": 40}
+    callback, trainer, best = transformers_run(folder, **settings)
+    first = callback.sync
+    assert first.closed and first.stats()["local_steps"] == 40
+    began = []
+    trainer.model.register_forward_pre_hook(lambda module, _: began.append(flat(module)))
+    trainer.train()
+    assert torch.equal(began[0], best)
+    assert callback.sync is not first and callback.sync.stats()["local_steps"] == 40
+    assert same_everywhere(flat(trainer.model)) and not torch.equal(flat(trainer.model), best)
+    callback.close()
+
+
+@pytest.mark.slow
+@on_ranks(2)
 def test_transformers_skips_an_overflow(folder):
     launched()
     scaler = scaled()

@@ -94,7 +94,8 @@ class SparsyncCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Attach to the wrapped model; resume from the trainer's checkpoint, if any."""
-        # a second train() continues with the same handle, unless the trainer has wrapped the model again
+        # a second train() continues with the same handle, unless the trainer has wrapped the model
+        # again, or the first has loaded its best model
         model = self._trainer.model_wrapped
         if self.sync is None or model is not self._model:
             if self.sync is not None:
@@ -127,8 +128,11 @@ class SparsyncCallback(TrainerCallback):
         # the argument alone says little: training may end before the first evaluation
         loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if args.load_best_model_at_end and take_rank_0s(self.sync, self._trainer.model, loaded):
-            return
-        if isinstance(self.sync, UpdateSync):
+            if isinstance(self.sync, UpdateSync):
+                # it would take the loaded weights for a local step; the next train() attaches again
+                self.sync.close()
+                self._model = None
+        elif isinstance(self.sync, UpdateSync):
             self.sync.finish()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -246,8 +246,8 @@ def lightning_trainer(epochs, callbacks, **options):
     )
 
 
-def lightning_run(folder, epochs, resume=None, plugins=None, adam=False, **checkpoints):
-    """Fit; return the callback, the trainer and the weights."""
+def lightning_run(folder, epochs, resume=None, plugins=None, adam=False, others=(), **checkpoints):
+    """Fit, with ``others`` as further callbacks; return the callback, the trainer and the weights."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -271,7 +271,7 @@ def lightning_run(folder, epochs, resume=None, plugins=None, adam=False, **check
 
     callback, module = SparsyncCallback(**(UPDATES if adam else SETTINGS)), Module()
     saving = ModelCheckpoint(folder, "{epoch}", **checkpoints)
-    trainer = lightning_trainer(epochs, [callback, saving], plugins=plugins)
+    trainer = lightning_trainer(epochs, [callback, *others, saving], plugins=plugins)
     trainer.fit(module, batches(shuffle=True), batches() if adam else None, ckpt_path=resume)
     return callback, trainer, flat(module)
 
@@ -323,6 +323,22 @@ def test_lightning_brings_every_rank_its_own_weights_and_moments(folder):
     assert callback.sync.stats()["local_steps"] == 8 and same_everywhere(flat(module))
     assert trainer.optimizers[0].state[module.net[0].bias]["step"] == 8
     assert not torch.equal(flat(module), through)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_lightning_ends_equal_where_a_later_callback_writes_weights(folder):
+    """As those do that average weights; what is in the model at the end is rank 0's."""
+    import lightning
+
+    class Writes(lightning.Callback):
+        def on_train_end(self, trainer, module):
+            for parameter in module.parameters():
+                torch.nn.init.constant_(parameter, dist.get_rank())
+
+    launched()
+    *_, weights = lightning_run(folder, 1, adam=True, others=[Writes()], save_top_k=0)
+    assert not weights.any() and same_everywhere(weights)
 
 
 @pytest.mark.slow

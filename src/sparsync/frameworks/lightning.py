@@ -18,6 +18,7 @@ from sparsync.frameworks.common import (
     replace_method,
     resume,
     save_beside,
+    take_rank_0s,
 )
 from sparsync.handle import Handle
 from sparsync.updates.sync import UpdateSync
@@ -54,7 +55,8 @@ class SparsyncCallback(Callback):
 
     Lightning does not pass a checkpoint's path to callbacks, and lets only rank 0 write one.  The
     callback therefore replaces the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all
-    ranks call, until ``close()``.
+    ranks call, until ``close()``; and its ``on_train_end``, which is called after all callbacks, such as
+    those that average weights.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -126,6 +128,7 @@ class SparsyncCallback(Callback):
             former.close()
         self._followed.close()
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
+        ended = strategy.on_train_end
 
         def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
             # a checkpoint with save_weights_only=True has no callbacks and needs no rank states
@@ -138,7 +141,17 @@ class SparsyncCallback(Callback):
             if trainer.local_rank == 0:
                 shutil.rmtree(_folder(filepath), ignore_errors=True)
 
-        replaced = {"save_checkpoint": save_checkpoint, "remove_checkpoint": remove_checkpoint}
+        def on_train_end(*args: Any, **kwargs: Any) -> None:
+            # called after all callbacks: those after this one may have written weights of their own rank
+            if isinstance(self.sync, UpdateSync):
+                take_rank_0s(self.sync, self._module, True)
+            ended(*args, **kwargs)
+
+        replaced = {
+            "save_checkpoint": save_checkpoint,
+            "remove_checkpoint": remove_checkpoint,
+            "on_train_end": on_train_end,
+        }
         for name, value in {**replaced, _FOLLOWER: self}.items():
             self._followed.callback(replace_method(strategy, name, value))
 

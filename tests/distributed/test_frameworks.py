@@ -343,6 +343,31 @@ def test_lightning_ends_equal_where_a_later_callback_writes_weights(folder):
 
 @pytest.mark.slow
 @on_ranks(2)
+@pytest.mark.parametrize("adam", [True, False])
+def test_lightning_fits_again_after_an_exception(folder, adam):
+    import lightning
+
+    class Breaks(lightning.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == 2 and trainer.fit_loop.max_epochs == 1:
+                self.module = module
+                raise KeyError("enough")
+
+    launched()
+    breaks = Breaks()
+    with pytest.raises(KeyError, match="enough"):
+        lightning_run(folder, 1, adam=adam, others=[breaks], save_top_k=0)
+    trainer, module = breaks.module.trainer, breaks.module
+    callback = trainer.callbacks[0]
+    first, trainer.fit_loop.max_epochs = callback.sync, 2
+    assert not first.closed and first.stats()["local_steps"] == 2
+    trainer.fit(module, batches())
+    assert first.closed and trainer.global_step == callback.sync.steps + 2 * adam
+    assert same_everywhere(flat(module))
+
+
+@pytest.mark.slow
+@on_ranks(2)
 def test_lightning_skips_an_overflow_and_refuses_remote_folders(folder):
     from lightning.pytorch.plugins.precision import MixedPrecision
 

@@ -74,10 +74,13 @@ class SparsyncCallback(Callback):
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'
         scaler = getattr(trainer.precision_plugin, "scaler", None)
+        former = self.sync
+        if former is not None:
+            former.close()  # it is open if the last fit() has raised
         sync = attach_wrapped(
             trainer.strategy.model, trainer.optimizers, self._options, how, scaler
         )
-        former, self.sync = self.sync, sync
+        self.sync = sync
         if trainer.ckpt_path:
             resume(sync, pl_module, _folder(trainer.ckpt_path))
         elif former is not None and self._module is pl_module and not isinstance(sync, UpdateSync):

@@ -343,6 +343,33 @@ def test_lightning_ends_equal_where_a_later_callback_writes_weights(folder):
 
 @pytest.mark.slow
 @on_ranks(2)
+def test_lightning_saves_own_weights_during_validation(folder):
+    import lightning
+
+    own, validated = [], []
+
+    class Saves(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            own.append(flat(module))
+
+        def on_validation_epoch_end(self, trainer, module):
+            if not trainer.sanity_checking:
+                validated.append(flat(module))
+                trainer.save_checkpoint(folder / f"epoch={trainer.current_epoch}.ckpt")
+                assert torch.equal(flat(module), validated[-1]) and same_everywhere(validated[-1])
+
+    launched()
+    *_, through = lightning_run(folder / "own", 2, adam=True, others=[Saves()], save_top_k=0)
+    saved = torch.load(folder / "epoch=0.ckpt", weights_only=True)["state_dict"]
+    saved = torch.cat([value.flatten() for value in saved.values()])
+    assert torch.equal(saved, own[3]) == (dist.get_rank() == 0)
+    assert not torch.equal(saved, validated[0])
+    *_, again = lightning_run(folder / "again", 2, folder / "epoch=0.ckpt", adam=True, save_top_k=0)
+    assert torch.equal(through, again)
+
+
+@pytest.mark.slow
+@on_ranks(2)
 @pytest.mark.parametrize("adam", [True, False])
 def test_lightning_fits_again_after_an_exception(folder, adam):
     import lightning

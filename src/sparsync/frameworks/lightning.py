@@ -7,7 +7,8 @@ The callback writes ``NAME.ckpt.sparsync`` with every rank's state next to every
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,6 +66,7 @@ class SparsyncCallback(Callback):
         self._followed = ExitStack()  # restores the methods of the strategy
         self._module: Any = None  # the module that was trained last
         self._shown = ExitStack()  # open while the shared weights are validated
+        self._shows = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped module, after all states were restored and before any gradient."""
@@ -92,9 +94,8 @@ class SparsyncCallback(Callback):
         """Show the shared weights."""
         # The sanity check runs before ``on_train_start``, and validate() after fit(): in both cases there
         # is no open handle.
-        fits = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if fits and isinstance(self.sync, UpdateSync):
-            self._shown.enter_context(self.sync.shared())
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._show()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Restore the rank's own weights, before checkpoints are written."""
@@ -103,6 +104,23 @@ class SparsyncCallback(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the rank's own weights."""
         self._shown.close()
+
+    def _show(self) -> None:
+        if isinstance(self.sync, UpdateSync):
+            self._shown.enter_context(self.sync.shared())
+            self._shows = True
+            self._shown.callback(setattr, self, "_shows", False)
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Restore the rank's own weights for a checkpoint that is written during validation."""
+        shows = self._shows
+        self._shown.close()
+        try:
+            yield
+        finally:
+            if shows:
+                self._show()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Make replicas equal if updates were exchanged."""
@@ -135,9 +153,14 @@ class SparsyncCallback(Callback):
 
         def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
             # a checkpoint with save_weights_only=True has no callbacks and needs no rank states
-            if self.sync is not None and "callbacks" in checkpoint:
+            if self.sync is None or "callbacks" not in checkpoint:
+                save(checkpoint, filepath, *args, **kwargs)
+                return
+            with (
+                self._hidden()
+            ):  # ``checkpoint`` refers to the module's tensors, and so shows them as well
                 save_beside(self.sync, self._module, _folder(filepath))
-            save(checkpoint, filepath, *args, **kwargs)
+                save(checkpoint, filepath, *args, **kwargs)
 
         def remove_checkpoint(filepath: Any) -> None:
             remove(filepath)

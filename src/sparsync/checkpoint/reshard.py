@@ -39,6 +39,9 @@ _EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skippe
 def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
     """Return the states of ``world_size`` ranks, built from the states of all former ranks.
 
+    The states must be of handles that exchange gradients.  A new rank's state of updates also depends on
+    its set-up, which only ``sparsync.load`` knows.
+
     ========================  =====================================================================
     residual, velocity        placed as above; no mass appears or is lost
     thresholds, boundaries    reset: they belong to the former sums and ranks
@@ -48,15 +51,16 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
     ========================  =====================================================================
 
     Args:
-        states: the ``state_dict()`` of all ranks, in any order; not modified.
+        states: the ``state_dict()`` of all ranks, in any order; not modified.  They must be of gradients:
+            a new rank's state of updates also depends on its own set-up, which ``load`` knows.
         world_size: the new number of ranks P', by which residuals are divided when they are delivered.
 
     Returns:
         One state per new rank.  If parameters are sharded, their shards stay the same.
 
     Raises:
-        ConfigurationError: a rank or shard is missing, states are from different steps, a residual has
-            the wrong size or contains NaN.
+        ConfigurationError: a state is not of gradients, a rank or shard is missing, states are from
+            different steps, a residual has the wrong size or contains NaN.
 
     Cost: a few passes over the residuals of all ranks.
 

@@ -277,7 +277,7 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
         "sizes": [unit.layers for unit in reducer.units],
     }
     cures = {
-        "world_size": "sparsync.load, or sparsync.reshard, makes states for other world sizes",
+        "world_size": "sparsync.load, or reshard for gradients, makes states for other world sizes",
         "density": "load it with the density that it was saved with",
     }
     for name, value in expected.items():

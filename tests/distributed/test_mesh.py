@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import sparsync
 from sparsync.algorithm import default_density
 from sparsync.errors import NonFiniteGradientError, PeerError
 from sparsync.units import local_of
@@ -214,6 +215,19 @@ def test_a_pipeline_resumes():
         return pipe.module, pipe.sync
 
     resumes_exactly(make, lambda module, steps: pipes[module].train(steps))
+
+
+@on_ranks(4)
+def test_a_checkpoint_refuses_stages_but_not_their_handle(folder):
+    """It would have only rank 0's stage."""
+    pipe = Pipe("gpipe")
+    pipe.train(range(2))
+    with refused("have different modules", "torch.distributed.checkpoint"):
+        sparsync.save(pipe.sync, folder, model=pipe.module)
+    assert not list(folder.rglob("*"))
+    sparsync.save(pipe.sync, folder, epoch=1)
+    assert sparsync.load(pipe.sync, folder) == {"epoch": 1}
+    pipe.sync.close()
 
 
 @on_ranks(4)

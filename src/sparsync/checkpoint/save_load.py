@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,7 @@ from sparsync.errors import (
 )
 from sparsync.feedback.reducer import Reducer
 from sparsync.fields import Fields, check_saved, opened
-from sparsync.transports.agree import on_all_or_none, unequal_steps
+from sparsync.transports.agree import agree, on_all_or_none, unequal_steps
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 
@@ -134,10 +135,11 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         CheckpointError: raised on all ranks if any of them could not write, does not see the others'
             files, or has taken another number of local steps.  Earlier checkpoints are untouched, and
             training may continue.
-        ConfigurationError: ``keep`` or ``folder`` is not valid; an object is divided over ranks (FSDP2)
-            and ``sync`` does not hold it.
+        ConfigurationError: ``keep`` or ``folder`` is not valid; an object is divided over ranks (FSDP2, a
+            pipeline) and ``sync`` does not hold it.
 
-    Cost: writes n elements per rank, and waits until they are on disk; six messages of 8 bytes.
+    Cost: writes n elements per rank, and waits until they are on disk; six messages of 8 bytes, and
+        another one if a replica is split over ranks.
 
     Example:
         >>> import tempfile, torch
@@ -155,6 +157,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
             f"keep is {str(keep)[:20]}; give a number of checkpoints from 1 to {_MOST}, or None for all"
         )
     folder, seat = _named(folder), seat_of(sync)
+    _check_alike(sync, shared)
     last = _together(sync, lambda: max(numbered(folder), default=0), f"list {folder}")
     target = folder / f"{1 + _greatest(sync, last):06d}-step-{_same_steps(sync):08d}"
 
@@ -341,6 +344,23 @@ def _check_whole(name: str, value: Any) -> None:
         "of such objects; save and load it with torch.distributed.checkpoint (docs/checkpoints.md), and "
         "give save() and load() the rest",
     )
+
+
+def _check_alike(sync: Saveable, shared: Mapping[str, Any]) -> None:
+    """Refuse modules that differ between the parts of this replica, as the stages of a pipeline do."""
+    told = [
+        (name, [(one, list(p.shape)) for one, p in value.named_parameters()])
+        for name, value in shared.items()
+        if isinstance(value, nn.Module)
+    ]
+    for comm in _communicators(sync)[1:]:
+        first, *others = run(agree(comm, {}, [zlib.crc32(str(told).encode())]))
+        require(
+            all(other == first for other in others),
+            "the parts of this replica, like stages of a pipeline, have different modules, and a "
+            "checkpoint has only rank 0's; save and load them with torch.distributed.checkpoint "
+            "(docs/checkpoints.md), and give save() and load() the rest",
+        )
 
 
 def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:

@@ -218,11 +218,13 @@ def settings_of(part: object) -> str:
     """Return the type of a selector or collective and its settings, as a text that ranks compare.
 
     Example:
-        >>> settings_of(Exact()), settings_of([Dense(), 0.5])
-        ('Exact()', '[Dense(), 0.5]')
+        >>> settings_of(Exact()), settings_of([Dense(), 0.5, Algorithm])
+        ('Exact()', '[Dense(), 0.5, Algorithm]')
     """
     if isinstance(part, _PLAIN):
         return repr(part)
+    if isinstance(part, type):
+        return part.__name__
     if isinstance(part, list | tuple):
         return f"[{', '.join(map(settings_of, part))}]"
     kept: dict[str, Any] = {}

@@ -156,9 +156,8 @@ class SparsyncCallback(Callback):
             if self.sync is None or "callbacks" not in checkpoint:
                 save(checkpoint, filepath, *args, **kwargs)
                 return
-            with (
-                self._hidden()
-            ):  # ``checkpoint`` refers to the module's tensors, and so shows them as well
+            # ``checkpoint`` refers to the module's tensors, and so shows them as well
+            with self._hidden():
                 save_beside(self.sync, self._module, _folder(filepath))
                 save(checkpoint, filepath, *args, **kwargs)
 

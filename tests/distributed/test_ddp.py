@@ -296,7 +296,7 @@ def parameters_in_another_order(timeout):
     [
         (one_rank_is_missing, 1, "DeadlineError: rank 0, phase 'attach': no word from rank 1 within 1"),
         (one_rank_dies_while_it_connects, 2, "PeerError: rank 0, phase 'attach': gloo could not connect"),
-        (parameters_in_another_order, 20, "PeerError: ranks disagree on the parameters"),
+        (parameters_in_another_order, 20, "DisagreementError: ranks disagree on the parameters"),
     ],
 )  # fmt: skip
 def test_attach_names_what_is_wrong_with_another_rank(program, timeout, words):

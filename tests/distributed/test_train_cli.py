@@ -211,3 +211,19 @@ def test_ranks_are_killed_and_all_is_told(tmp_path):
     assert found["survivor_seconds_max"] < 3 and found["lost_norm"] > 0
     assert len(found["loss"]) == len(found["present"]) == found["steps"] == 600
     assert (tmp_path / "elastic.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_without_kills_elastic_ranks_train_like_all_others(tmp_path):
+    pytest.importorskip("torchft")
+    options = ["--algorithm=dense", "--ranks=2", "--steps=20", "--layers=1", "--width=32"]
+    run_well("-m", "sparsync", "train", *options, f"--json={tmp_path}/plain.json")
+    run_well("-m", "sparsync", "train", "--elastic", *options, f"--json={tmp_path}/elastic.json")
+    plain, elastic = (
+        json.loads((tmp_path / f"{n}.json").read_text()) for n in ("plain", "elastic")
+    )
+    assert elastic["present"] == elastic["present_fault_free"] == [2] * 20
+    assert elastic["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    for name in ("eval_loss", "eval_loss_fault_free"):
+        assert elastic[name] == pytest.approx(plain["eval_loss"], rel=1e-4)

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 import sparsync
-from sparsync.cli.train.elastic import Applied, ElasticResult, _Run, check_kill, write_elastic_plot
+from sparsync.cli.train.elastic import (
+    Applied,
+    ElasticResult,
+    Ready,
+    _Run,
+    check_kill,
+    write_elastic_plot,
+)
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError, DeadlineError, PeerError
 from sparsync.feedback.correction import Correction
@@ -42,6 +49,34 @@ def test_nobody_is_killed_while_the_others_have_not_returned():
             1: Applied(6.0, step, 2, 1, False, 0),
         }
     assert run._contributing() == [0]  # rank 1 takes part, and is behind
+
+
+def test_no_rank_starts_before_all_are_ready_and_one_that_returns_does_not_wait():
+    run = _Run(TrainSettings(ranks=2), "budgeted", 1.0)
+    ranks = {}
+    for rank in range(2):
+        run.pipes[rank], ranks[rank] = run.context.Pipe()
+    ranks[1].send(Ready())
+    assert run._hear(1, run.pipes[1])
+    assert not ranks[1].poll() and not run.began
+    ranks[0].send(Ready())
+    assert run._hear(0, run.pipes[0])
+    assert [ranks[rank].poll() and ranks[rank].recv() for rank in range(2)] == [None, None]
+    assert run.began
+    run.pipes[0], restarted = run.context.Pipe()
+    restarted.send(Ready())
+    assert run._hear(0, run.pipes[0])
+    assert restarted.poll() and not ranks[1].poll()
+
+
+def test_a_run_without_faults_that_lacked_a_rank_is_no_baseline():
+    run = _Run(TrainSettings(ranks=2), "budgeted", 0.0)
+    for step, present in enumerate((0, 2, 2), start=1):  # 0: updates before the first exchange
+        run.applied[step] = {0: Applied(1.0 * step, step, 1, present, True, 0.0)}
+    run._check_whole()
+    run.applied[4] = {0: Applied(4.0, 4, 2, 1, True, 0.0)}
+    with pytest.raises(PeerError, match="step 4: without faults, 1 of 2 ranks contributed"):
+        run._check_whole()
 
 
 @pytest.fixture

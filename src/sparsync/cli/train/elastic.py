@@ -1,8 +1,8 @@
 """``sparsync train --elastic``: train while ranks are killed at random and restarted.
 
 The command trains twice, the first time without faults.  This process starts torchft's lighthouse and the
-ranks, and kills some ranks with SIGKILL.  Each rank reports the steps that it has applied, and their
-times.
+ranks, and kills some ranks with SIGKILL.  No rank makes its first step before all are ready; each rank
+reports the steps that it has applied, and their times.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import fmean, median
@@ -42,6 +43,7 @@ __all__ = [
     "Change",
     "ElasticResult",
     "Ended",
+    "Ready",
     "be_lighthouse",
     "check_kill",
     "table",
@@ -62,6 +64,10 @@ class Change(NamedTuple):
     ranks: int
     died: int
     lost_norm: float
+
+
+class Ready(NamedTuple):
+    """A rank has sent the lighthouse a heartbeat, and waits at the start line."""
 
 
 class Applied(NamedTuple):
@@ -107,6 +113,7 @@ class ElasticResult:
     seconds_fault_free: float
     loss: list[float]  # per step, mean over contributing ranks
     present: list[int]  # number of contributing ranks per step
+    present_fault_free: list[int]
 
 
 def check_kill(text: str) -> float:
@@ -186,6 +193,8 @@ class _Run:
         self.processes: dict[int, Any] = {}
         self.applied: dict[int, dict[int, Applied]] = {}  # by step, then by rank
         self.starts: list[tuple[float, int]] = []
+        self.ready: set[int] = set()  # ranks that wait at the start line
+        self.began = 0.0  # when all first ranks were released; 0 before that
         self.kills: list[tuple[float, int]] = []
         self.ended: dict[int, Ended] = {}
         self.late: set[int] = set()  # ranks that had not returned when the others ended
@@ -201,6 +210,8 @@ class _Run:
         ):
             try:
                 self._play(network, address, bar)
+                if not self.mean:
+                    self._check_whole()
             finally:
                 for process in self.processes.values():
                     process.kill()
@@ -222,7 +233,7 @@ class _Run:
             process.join()
 
     def _start(self, rank: int, lab: Lab | None, address: str) -> None:
-        self.pipes[rank], theirs = self.context.Pipe(duplex=False)
+        self.pipes[rank], theirs = self.context.Pipe()
         seat = None if lab is None else lab.seat(rank)
         call = theirs, seat, rank, self.settings, self.algorithm, address
         self.starts.append((time.time(), rank))
@@ -259,6 +270,27 @@ class _Run:
                 self._give_up()
         moments = [one.when for one, _ in self._every()]
         self.seconds = max(moments) - min(moments)
+
+    def _release(self) -> None:
+        """Let ranks start, the first ones all at once: a rank alone would train alone."""
+        if not self.began and len(self.ready) < self.settings.ranks:
+            return
+        self.began = self.began or time.time()
+        for rank in self.ready:
+            with suppress(OSError):  # it has died, which ``_hear`` notices
+                self.pipes[rank].send(None)
+        self.ready.clear()
+
+    def _check_whole(self) -> None:
+        """Refuse a run without faults that was not one."""
+        ranks = self.settings.ranks
+        for step in sorted(self.applied):
+            # 0: no exchange yet
+            if (present := self._contributors(step)) not in (0, ranks):
+                raise PeerError(
+                    f"step {step}: without faults, {present} of {ranks} ranks contributed, so there is "
+                    "nothing to compare with; start fewer --ranks, or less other work on this machine"
+                )
 
     def _pause(self) -> float:
         return self.random.expovariate(1 / self.mean)
@@ -322,7 +354,10 @@ class _Run:
             return False
         if isinstance(said, str):
             raise PeerError(f"rank {rank}: {said}")
-        if isinstance(said, Ended):
+        if isinstance(said, Ready):
+            self.ready.add(rank)
+            self._release()
+        elif isinstance(said, Ended):
             self.ended[rank] = said
         else:
             self.applied.setdefault(said.step, {})[rank] = said
@@ -371,6 +406,7 @@ class _Run:
             seconds_fault_free=free.seconds,
             loss=list(map(self._loss, steps)),
             present=contributors,
+            present_fault_free=[free._contributors(step) for step in sorted(free.applied)],
         )
 
     def _every(self) -> list[tuple[Applied, int]]:
@@ -432,7 +468,7 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
         _train(pipe, *given)
     except SparsyncError as error:
         pipe.send(f"{type(error).__name__}: {error}")
-    except BrokenPipeError:
+    except (BrokenPipeError, EOFError):
         pass  # the parent no longer listens
     except Exception as error:  # a silent rank with a heartbeat would keep the others waiting
         traceback.print_exc()
@@ -445,6 +481,17 @@ def _hush() -> None:
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     logging.getLogger("torchft").setLevel(logging.ERROR)
+
+
+def _announce(manager: Any, lighthouse: str) -> None:
+    """Send a heartbeat before this returns; the manager sends its first one at some later moment."""
+    from torchft.coordination import LighthouseClient
+    from torchft.manager import REPLICA_ID_KEY
+
+    from sparsync.elastic.group import group_of
+
+    name = group_of(manager).store.get(REPLICA_ID_KEY).decode()
+    LighthouseClient(lighthouse, connect_timeout=timedelta(seconds=_SILENT)).heartbeat(name)
 
 
 def _train(
@@ -479,6 +526,9 @@ def _train(
     assert isinstance(sync.membership, Membership)
     attendance = sync.membership.attendance
     known, last_group = 0, 0
+    _announce(manager, lighthouse)
+    pipe.send(Ready())
+    pipe.recv()
     while sync.steps < settings.steps:
         step = sync.steps
         time.sleep(delay.seconds(step, rank, settings.ranks, settings.seed))

@@ -11,11 +11,12 @@ import pytest
 from sparsync.cli.app import exit_code
 from sparsync.cli.lab import Lab
 from sparsync.cli.train.command import train
+from sparsync.cli.train.elastic import _Run, train_elastic
 from sparsync.cli.train.exchanges import dense_bytes_per_step
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 
-from .commands import run, run_well, torchrun
+from .commands import end, run, run_well, start, torchrun
 
 pytestmark = pytest.mark.gloo
 
@@ -193,7 +194,22 @@ def test_schemes_average_models_and_ranks_are_delayed(tmp_path):
     assert models == [[1, 1, 1, 1, 2], [0, 1, 0, 1, 1]]  # the last step includes the end
 
 
-if __name__ == "__main__":
+def train_elastic_until_interrupted(reached):
+    loss = _Run._loss
+
+    def interrupting(run, step):
+        if step == 3:
+            print("interrupted")
+            (os.killpg if reached == "all" else os.kill)(os.getpid(), signal.SIGINT)
+        return loss(run, step)
+
+    _Run._loss = interrupting
+    train_elastic(TrainSettings(ranks=2, steps=10**6, layers=1, width=32), "dense", "none")
+
+
+if __name__ == "__main__" and sys.argv[1] == "elastic":
+    sys.exit(exit_code(lambda: train_elastic_until_interrupted(sys.argv[2])))
+elif __name__ == "__main__":
     happening = {"die": die, "interrupt": interrupt}[sys.argv[1]]
     settings = TrainSettings(ranks=3, steps=3, timeout=30.0)
     sys.exit(exit_code(lambda: train(settings, [sys.argv[2]], happening)))
@@ -227,3 +243,15 @@ def test_without_kills_elastic_ranks_train_like_all_others(tmp_path):
     assert elastic["loss"] == pytest.approx(plain["loss"], rel=1e-4)
     for name in ("eval_loss", "eval_loss_fault_free"):
         assert elastic[name] == pytest.approx(plain["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reached", ["all", "command"])  # as by Ctrl-C, or by kill -INT
+def test_an_interrupt_ends_an_elastic_training(reached):
+    pytest.importorskip("torchft")
+    process = start("-m", __name__, "elastic", reached)
+    assert process.stdout.readline() == "interrupted\n"
+    began = time.monotonic()
+    out, _ = end(process)
+    assert process.returncode == 130 and "Traceback" not in out, out
+    assert time.monotonic() - began < 10

@@ -1,6 +1,7 @@
 """Test that elastic training refuses bad arguments in one line, before it connects."""
 
 import json
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +37,7 @@ def manager():
 
 
 def test_nobody_is_killed_while_the_others_have_not_returned():
-    run = _Run(TrainSettings(ranks=3), "budgeted", 1.0)
+    run = _Run(TrainSettings(ranks=3), "budgeted", 1.0, Event())
     run.starts = [(0.0, rank) for rank in range(3)]
     for step in range(3):
         run.applied[step] = {r: Applied(1.0 + step, step, 1, 3, True, 0.0) for r in range(3)}
@@ -52,7 +53,7 @@ def test_nobody_is_killed_while_the_others_have_not_returned():
 
 
 def test_no_rank_starts_before_all_are_ready_and_one_that_returns_does_not_wait():
-    run = _Run(TrainSettings(ranks=2), "budgeted", 1.0)
+    run = _Run(TrainSettings(ranks=2), "budgeted", 1.0, Event())
     ranks = {}
     for rank in range(2):
         run.pipes[rank], ranks[rank] = run.context.Pipe()
@@ -69,8 +70,27 @@ def test_no_rank_starts_before_all_are_ready_and_one_that_returns_does_not_wait(
     assert restarted.poll() and not ranks[1].poll()
 
 
+def test_a_rank_that_dies_by_itself_ends_the_run_at_once():
+    run = _Run(TrainSettings(ranks=2), "budgeted", 1.0, Event())
+    pipes = [run.context.Pipe() for _ in range(2)]
+    run._start = lambda rank, *_: run.pipes.update({rank: pipes[rank][0]})
+    run.processes[1] = SimpleNamespace(join=lambda: None, exitcode=-9)
+    pipes[1][1].close()
+    with pytest.raises(PeerError, match="rank 1: died with exit code -9"):
+        run._play(None, "", None)
+
+
+def test_a_stopped_run_ends_at_once():
+    run = _Run(TrainSettings(ranks=1), "budgeted", 1.0, Event())
+    pipes = run.context.Pipe()
+    run._start = lambda *_: run.pipes.update({0: pipes[0]})
+    run.stopped.set()
+    with pytest.raises(PeerError, match="stopped"):
+        run._play(None, "", None)
+
+
 def test_a_run_without_faults_that_lacked_a_rank_is_no_baseline():
-    run = _Run(TrainSettings(ranks=2), "budgeted", 0.0)
+    run = _Run(TrainSettings(ranks=2), "budgeted", 0.0, Event())
     for step, present in enumerate((0, 2, 2), start=1):  # 0: updates before the first exchange
         run.applied[step] = {0: Applied(1.0 * step, step, 1, present, True, 0.0)}
     run._check_whole()

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -23,6 +24,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import fmean, median
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
@@ -134,21 +136,27 @@ def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> Elastic
     """Train without faults and then with them, or both at once if ranks mostly wait (``--delay``).
 
     Raises:
-        PeerError: no rank has reported for two minutes, or a rank has failed.
+        PeerError: no rank has reported for two minutes, a rank has failed or died, or the run without
+            faults lacked a rank.
     """
     mean = check_kill(kill)
     if settings.space != "gradient":
         raise ConfigurationError("--space is not for --elastic; omit it")
 
+    stopped = Event()
     with progress(keep=True) as row:
 
         def play(text: str, mean: float) -> _Run:
             with row(text) as bar:
-                return _Run(settings, algorithm, mean).play(bar)
+                return _Run(settings, algorithm, mean, stopped).play(bar)
 
         waits = parse_delay(settings.delay).kind != "none" and not settings.lab
         with ThreadPoolExecutor(max_workers=1 + waits) as pool:
-            free, faulty = pool.map(play, ("without faults", f"kill {kill}"), (0.0, mean))
+            try:
+                free, faulty = pool.map(play, ("without faults", f"kill {kill}"), (0.0, mean))
+            except BaseException:  # a run has failed, or Ctrl-C, which only this thread receives
+                stopped.set()
+                raise
     return faulty.over(free)
 
 
@@ -183,8 +191,11 @@ def table(result: ElasticResult) -> Columns:
 class _Run:
     """A training run and the reports of its ranks."""
 
-    def __init__(self, settings: TrainSettings, algorithm: str, mean: float) -> None:
+    def __init__(
+        self, settings: TrainSettings, algorithm: str, mean: float, stopped: Event
+    ) -> None:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
+        self.stopped = stopped  # by Ctrl-C, or by another run's failure
         check_local_ranks()
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["sparsync", "torch._dynamo"])
@@ -226,8 +237,13 @@ class _Run:
         seat = None if lab is None else lab.seat(self.settings.ranks)
         process = self.context.Process(target=be_lighthouse, args=(theirs, seat), daemon=True)
         process.start()
+        theirs.close()
         try:
-            yield mine.recv()
+            try:
+                address = mine.recv()
+            except EOFError:
+                raise PeerError("torchft's lighthouse did not start; its output is above") from None
+            yield address
         finally:
             process.kill()
             process.join()
@@ -246,10 +262,18 @@ class _Run:
             self._start(rank, lab, address)
         heard, furthest, due = time.monotonic(), 0, float("inf")
         while len(self.ended) + len(self.late) < self.settings.ranks:
+            if self.stopped.is_set():
+                raise PeerError("stopped")  # nobody waits for this run any more
             ready = wait(list(self.pipes.values()), timeout=0.1)
             for rank, pipe in list(self.pipes.items()):
-                if pipe in ready and self._hear(rank, pipe):
+                if pipe not in ready:
+                    continue
+                if self._hear(rank, pipe):
                     heard = time.monotonic()
+                elif rank not in self.ended:
+                    self.processes[rank].join()
+                    code = self.processes[rank].exitcode
+                    raise PeerError(f"rank {rank}: died with exit code {code}; its output is above")
             now = max(self.applied, default=0)
             for _ in range(furthest, now):
                 bar(self.settings.steps, f"loss {self._loss(now):.3f}, {len(self.kills)} killed")
@@ -441,6 +465,7 @@ class _Run:
 
 def be_lighthouse(pipe: Connection, seat: Seat | None, port: int = 0) -> None:
     """Run torchft's lighthouse, report its address, and serve until this process is killed."""
+    _leave_interrupts_to_parent()
     from torchft.coordination import LighthouseServer  # only needed by this command
 
     _hush()
@@ -461,6 +486,7 @@ def be_lighthouse(pipe: Connection, seat: Seat | None, port: int = 0) -> None:
 
 def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
     """Train with the settings ``given``, and report steps; an error ends this rank and the run."""
+    _leave_interrupts_to_parent()
     _hush()
     if seat is not None:
         seat.enter()
@@ -474,6 +500,11 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
         traceback.print_exc()
         pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
     os._exit(0)  # torchft's servers would keep the process alive
+
+
+def _leave_interrupts_to_parent() -> None:
+    """Ignore Ctrl-C, which a terminal sends to all processes; the parent then ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _hush() -> None:

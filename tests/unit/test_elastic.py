@@ -1,6 +1,7 @@
 """Test that elastic training refuses bad arguments in one line, before it connects."""
 
 import json
+import time
 from threading import Event
 from types import SimpleNamespace
 
@@ -11,12 +12,14 @@ import sparsync
 from sparsync.cli.train.elastic import (
     Applied,
     ElasticResult,
+    Ended,
     Ready,
     _Run,
     check_kill,
     write_elastic_plot,
 )
 from sparsync.cli.train.settings import TrainSettings
+from sparsync.cli.workloads.workload import Evaluation
 from sparsync.errors import ConfigurationError, DeadlineError, PeerError
 from sparsync.feedback.correction import Correction
 from sparsync.updates import AdaptivePeriod, OuterStep
@@ -78,6 +81,17 @@ def test_a_rank_that_dies_by_itself_ends_the_run_at_once():
     pipes[1][1].close()
     with pytest.raises(PeerError, match="rank 1: died with exit code -9"):
         run._play(None, "", None)
+
+
+def test_a_run_of_one_step_has_a_duration():
+    run = _Run(TrainSettings(ranks=1, steps=1), "budgeted", 0.0, Event())
+    ours, theirs = run.context.Pipe()
+    run._start = lambda *_: run.pipes.update({0: ours})
+    theirs.send(Ready())
+    theirs.send(Applied(time.time() + 2, 1, 1, 1, True, 3.0))
+    theirs.send(Ended(Evaluation(), "weights"))
+    run._play(None, "", lambda *_: None)
+    assert 1.5 < run.seconds < 2.5
 
 
 def test_a_stopped_run_ends_at_once():

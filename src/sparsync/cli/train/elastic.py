@@ -111,7 +111,7 @@ class ElasticResult:
     replicas_equal: bool
     eval_loss: float
     eval_loss_fault_free: float
-    seconds: float
+    seconds: float  # from the common start to the last step
     seconds_fault_free: float
     loss: list[float]  # per step, mean over contributing ranks
     present: list[int]  # number of contributing ranks per step
@@ -292,8 +292,7 @@ class _Run:
                     due = time.monotonic() + self._pause()
             if self.ended:
                 self._give_up()
-        moments = [one.when for one, _ in self._every()]
-        self.seconds = max(moments) - min(moments)
+        self.seconds = max(one.when for one, _ in self._every()) - self.began
 
     def _release(self) -> None:
         """Let ranks start, the first ones all at once: a rank alone would train alone."""

@@ -292,6 +292,14 @@ def test_only_the_first_rank_of_a_launcher_complains(command, monkeypatch):
     assert command("train", "--steps", "0") == (2, "", "")
 
 
+def test_elastic_ranks_have_no_launcher(command, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = command("train", "--elastic", "--steps", "2")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "start it as one process, without a launcher" in err
+
+
 def test_exit_codes(capsys):
     def failing(error):
         def run():

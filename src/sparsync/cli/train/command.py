@@ -23,6 +23,7 @@ from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.values import Only
 from sparsync.errors import ConfigurationError, require
 from sparsync.presets import PRESETS
+from sparsync.transports.launchers import detect
 
 __all__ = ["command", "train"]
 
@@ -78,6 +79,10 @@ def command(
     Starts local processes, or runs inside those of a launcher (torchrun, mpiexec, srun).  "dense" is
     plain DDP.
     """
+    require(
+        not elastic or detect() is None,
+        "--elastic starts its own ranks; start it as one process, without a launcher",
+    )
     settings = TrainSettings(**fields)
     if leads():
         check_outputs(json, plot)

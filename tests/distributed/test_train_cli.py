@@ -231,9 +231,17 @@ def test_ranks_are_killed_and_all_is_told(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_without_kills_elastic_ranks_train_like_all_others(tmp_path):
+@pytest.mark.parametrize("algorithm", ["dense", "sparcml"])
+def test_without_kills_elastic_ranks_train_like_all_others(tmp_path, algorithm):
     pytest.importorskip("torchft")
-    options = ["--algorithm=dense", "--ranks=2", "--steps=20", "--layers=1", "--width=32"]
+    options = [
+        f"--algorithm={algorithm}",
+        "--warmup-steps=3",
+        "--ranks=2",
+        "--steps=20",
+        "--layers=1",
+        "--width=32",
+    ]
     run_well("-m", "sparsync", "train", *options, f"--json={tmp_path}/plain.json")
     run_well("-m", "sparsync", "train", "--elastic", *options, f"--json={tmp_path}/elastic.json")
     plain, elastic = (

@@ -84,6 +84,17 @@ BAD_INPUT = {
         (["--algorithm", "fp16:bits=7"], "fp16 has no option bits; it has none"),
         (["--elastic", "--algorithm", "D-PSGD"], "dpsgd averages models"),
         (["--elastic", "--algorithm", "dense,budgeted"], "--elastic trains by one algorithm"),
+        (["--elastic", "--lr-schedule", "plateau:0.5:1:9"], "has no --lr-schedule plateau: ranks"),
+        (["--elastic", "--space", "local"], "--elastic has no --space: it exchanges"),
+        (["--elastic", "--algorithm", "dense", "--target-step", "9"], "has no --target-step: it"),
+        (["--elastic", "--buffers", "local"], "--elastic has no --buffers local: that"),
+        (["--elastic", "--momentum-correction"], "has no momentum before the exchange: ranks"),
+        (["--elastic", "--algorithm", "redsync"], "add --no-momentum-correction"),
+        (["--elastic", "--period", "2"], "period is 2, but none of budgeted has it"),
+        (
+            ["--elastic", "--algorithm", "updates", "--optimizer", "adamw", "--warmup-steps", "9"],
+            "updates exchanges updates; give its own, updates:warmup_steps=9",
+        ),
         (
             ["--algorithm", "dense,local", "--target-step", "9"],
             "leave it out for local, and compare the losses",
@@ -298,6 +309,15 @@ def test_elastic_ranks_have_no_launcher(command, monkeypatch):
     code, out, err = command("train", "--elastic", "--steps", "2")
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert "start it as one process, without a launcher" in err
+
+
+@pytest.mark.parametrize(("given", "seconds"), [([], 5.0), (["--timeout", "20"], 20.0)])
+def test_the_timeout_of_elastic_ranks_is_the_one_given(command, monkeypatch, given, seconds):
+    seen = []
+    monkeypatch.setattr("sparsync.cli.train.command._elastic", lambda *given: seen.append(given[0]))
+    code, _, err = command("train", "--elastic", *given)
+    assert code == 0, err
+    assert seen[0].timeout == seconds
 
 
 def test_exit_codes(capsys):

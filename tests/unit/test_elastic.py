@@ -4,6 +4,7 @@ import json
 import time
 from threading import Event
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from sparsync.cli.train.elastic import (
     check_kill,
     write_elastic_plot,
 )
+from sparsync.cli.train.exchanges import attach_elastic
 from sparsync.cli.train.settings import TrainSettings
-from sparsync.cli.workloads.workload import Evaluation
+from sparsync.cli.workloads.workload import Evaluation, is_hidden_matrix
 from sparsync.errors import ConfigurationError, DeadlineError, PeerError
 from sparsync.feedback.correction import Correction
+from sparsync.options import Compression
 from sparsync.updates import AdaptivePeriod, OuterStep
 from tests.fresh import run_python
 
@@ -141,6 +144,34 @@ def attached(net, manager, optimizer=None, **options):
 def test_what_does_not_fit_is_refused(net, manager, options, words):
     with pytest.raises(ConfigurationError, match=words):
         attached(net, manager, **options)
+
+
+@pytest.fixture
+def attach():
+    with mock.patch("sparsync.cli.train.exchanges.attach") as replaced:
+        yield replaced
+
+
+def test_train_passes_the_options_of_gradients(attach):
+    settings = TrainSettings(ranks=2, warmup_steps=7, density=0.03)
+    attach_elastic(settings, "sparcml:bits=8", None, [], None)
+    _, _, algorithm, density = attach.call_args.args
+    assert (algorithm.name, algorithm.options, density) == ("sparcml", (("bits", 8),), 0.03)
+    compression = Compression(compress=is_hidden_matrix, warmup_steps=7)
+    assert attach.call_args.kwargs["compression"] == compression  # as in an ordinary training
+
+
+def test_train_passes_the_options_of_updates(attach):
+    settings = TrainSettings(ranks=2, optimizer="adamw", period=5, density=0.03)
+    attach_elastic(settings, "sparseloco:outer_lr=0.5", None, [], None)
+    outer = attach.call_args.args[2]
+    assert (outer.period, outer.density, outer.outer_lr) == (5, 0.03, 0.5)
+
+
+def test_sums_of_sgd_have_the_rate_of_a_mean():
+    settings = TrainSettings(ranks=4)
+    assert (settings.lr_divisor(sums=True), settings.lr_divisor(sums=False)) == (4, 1)
+    assert TrainSettings(ranks=4, optimizer="adamw").lr_divisor(sums=True) == 1
 
 
 @pytest.mark.parametrize("exchange", ["gradients", "updates"])

@@ -196,7 +196,7 @@ def test_a_bad_number_of_a_scheme_is_refused_before_ranks_start(name):
 )
 def test_numbers_that_would_fail_in_the_first_step_fail_at_once(text, says):
     with pytest.raises(ConfigurationError, match=says):
-        attached_as(text)
+        attached_as(TrainSettings(), text)
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
@@ -214,10 +214,10 @@ def test_options_reach_what_they_are_options_of():
     collective = algorithm_of("Ok-Topk:threshold_period=7,cap=none,buckets=3").make_collective()
     assert (collective.threshold_period, collective.cap, collective.buckets) == (7, None, 3)
     assert algorithm_of("budgeted:codec=packed-fp32").make_collective().codec.values == "fp32"
-    outer = attached_as("DiLoCo:period=100,nesterov=false,momentum=none")
+    outer = attached_as(TrainSettings(), "DiLoCo:period=100,nesterov=false,momentum=none")
     assert isinstance(outer, OuterStep)
     assert (outer.period, outer.nesterov, outer.momentum, outer.outer_lr) == (100, False, None, 0.7)
-    assert attached_as("sparcml:bits=8").options == (("bits", 8),)
+    assert attached_as(TrainSettings(), "sparcml:bits=8").options == (("bits", 8),)
 
 
 def test_labels_are_the_names_of_rows(command, tmp_path):

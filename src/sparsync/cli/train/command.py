@@ -15,11 +15,11 @@ from sparsync.cli.flags import Json, Plot, takes
 from sparsync.cli.launch import leads
 from sparsync.cli.named_algorithms import OPTIONS_HELP
 from sparsync.cli.output import check_outputs, write_json
-from sparsync.cli.train.exchanges import HOOKS, attached_as, check_algorithms, labels_of
+from sparsync.cli.train.exchanges import HOOKS, check_algorithms, check_elastic, labels_of
 from sparsync.cli.train.rank import BeforeStep, train_rank
 from sparsync.cli.train.report import comparison, write_plot
 from sparsync.cli.train.results import TrainResult, with_target
-from sparsync.cli.train.settings import TrainSettings
+from sparsync.cli.train.settings import ELASTIC_TIMEOUT, TrainSettings
 from sparsync.cli.values import Only
 from sparsync.errors import ConfigurationError, require
 from sparsync.presets import PRESETS
@@ -83,6 +83,8 @@ def command(
         not elastic or detect() is None,
         "--elastic starts its own ranks; start it as one process, without a launcher",
     )
+    if elastic and fields["timeout"] is None:
+        fields["timeout"] = ELASTIC_TIMEOUT
     settings = TrainSettings(**fields)
     if leads():
         check_outputs(json, plot)
@@ -105,11 +107,7 @@ def _elastic(
     """Train while killing ranks."""
     label, *others = labels_of(algorithm)
     require(not others, f"--elastic trains by one algorithm, not {algorithm!r}; name one")
-    require(
-        not settings.lr_schedule.startswith("plateau"),
-        "--elastic has no --lr-schedule plateau: ranks that join do not know earlier losses; choose step",
-    )
-    attached_as(label)  # refuses an algorithm that cannot be attached
+    check_elastic(settings, label)
     if find_spec("torchft") is None:
         raise ConfigurationError("--elastic needs torchft: pip install 'sparsync[elastic]'")
     from sparsync.cli.train.elastic import table, train_elastic, write_elastic_plot

@@ -29,16 +29,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparsync.algorithm import Algorithm
 from sparsync.cli.lab import Lab, Seat, local_address
 from sparsync.cli.launch import check_local_ranks
 from sparsync.cli.output import Columns, drawing, progress
-from sparsync.cli.train.exchanges import attached_as
+from sparsync.cli.train.exchanges import attach_elastic, attached_as
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.cli.workloads.delays import parse_delay
 from sparsync.cli.workloads.workload import Draw, Evaluation, outputs_of
 from sparsync.errors import ConfigurationError, PeerError, SparsyncError
 from sparsync.feedback.agreed_setup import weights_digest
-from sparsync.updates.outer_step import OuterStep
 
 __all__ = [
     "Applied",
@@ -56,7 +56,6 @@ __all__ = [
 _LOOPBACK = "127.0.0.1"
 _SILENT = 120.0  # seconds without a report from any rank after which a run is aborted
 _HEARTBEAT = 400  # milliseconds after which the lighthouse declares a silent rank dead
-_TIMEOUT = 5.0  # maximum seconds per message of an exchange
 
 
 class Change(NamedTuple):
@@ -140,8 +139,6 @@ def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> Elastic
             faults lacked a rank.
     """
     mean = check_kill(kill)
-    if settings.space != "gradient":
-        raise ConfigurationError("--space is not for --elastic; omit it")
 
     stopped = Event()
     with progress(keep=True) as row:
@@ -527,13 +524,14 @@ def _announce(manager: Any, lighthouse: str) -> None:
 def _train(
     pipe: Connection, rank: int, settings: TrainSettings, algorithm: str, lighthouse: str
 ) -> None:
-    import sparsync
     from sparsync.elastic import make_manager  # torchft is only needed by this command
     from sparsync.elastic.membership import Membership
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     workload = settings.make_workload()
     model = workload.make_model(settings.seed)
+    # for dropout, ranks must draw different units
+    torch.manual_seed(settings.seed * settings.ranks + rank)
     optimizers = settings.make_optimizers(model)
     workload.batch(Draw(settings.seed, 0, rank, settings.ranks, settings.batch_size))
     # do this last, because from a rank's first heartbeat on, the next quorum waits for the rank
@@ -543,16 +541,17 @@ def _train(
         1,
         lighthouse=lighthouse,
         name=str(rank),
-        timeout=_TIMEOUT,
+        timeout=settings.timeout,
         transport="zmq" if settings.transport == "auto" else settings.transport,
         curve_keys=keys,
         interface=own,
     )
     delay = parse_delay(settings.delay)
-    chosen = attached_as(algorithm)
-    exchange: Any = "updates" if isinstance(chosen, OuterStep) else "gradients"
-    density = None if exchange == "updates" else settings.density
-    sync = sparsync.attach(model, optimizers, chosen, density, exchange=exchange, elastic=manager)
+    sync = attach_elastic(settings, algorithm, model, optimizers, manager)
+    chosen = attached_as(settings, algorithm)
+    sums = isinstance(chosen, Algorithm) and not chosen.average
+    divisor = settings.lr_divisor(sums=sums)
+    clip = settings.clip * (settings.ranks if sums else 1)  # of the mean
     assert isinstance(sync.membership, Membership)
     attendance = sync.membership.attendance
     known, last_group = 0, 0
@@ -565,13 +564,13 @@ def _train(
         for optimizer in optimizers:
             optimizer.zero_grad()
             for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate_at(step)
+                group["lr"] = settings.learning_rate_at(step) / divisor
         draw = Draw(settings.seed, step, rank, settings.ranks, settings.batch_size)
         inputs, targets = workload.batch(draw)
         loss = workload.loss(outputs_of(model, inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        if settings.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         for optimizer in optimizers:
             optimizer.step()
         if sync.steps > step:

@@ -24,6 +24,7 @@ from sparsync.cli.values import INSTALL_PAPERS
 from sparsync.cli.workloads.workload import is_hidden_matrix
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
+from sparsync.handle import Handle
 from sparsync.options import Compression, Transport
 from sparsync.presets import PRESETS, preset, resolve
 from sparsync.transports.communicator import Communicator
@@ -34,8 +35,10 @@ from sparsync.updates.outer_step import OuterStep
 __all__ = [
     "HOOKS",
     "Exchange",
+    "attach_elastic",
     "attached_as",
     "check_algorithms",
+    "check_elastic",
     "dense_bytes_per_step",
     "labels_of",
     "make_exchange",
@@ -64,14 +67,51 @@ def _named(label: str) -> Named:
     return named(label, PRESETS, SCHEMES, plain=HOOKS)
 
 
-def attached_as(label: str) -> Algorithm | OuterStep:
+def attached_as(settings: TrainSettings, label: str) -> Algorithm | OuterStep:
     """Return the argument of ``attach`` for a preset or a member of the outer step's family."""
     found = _named(label)
     if found.name in OUTER_SETTINGS:
-        return OuterStep(**{**OUTER_SETTINGS[found.name], **found.options})
+        return _outer_step(settings, found)
     if found.name in SCHEMES:
         raise ConfigurationError(averaged_by(found.name))
     return resolve(found.name, **found.options)
+
+
+def check_elastic(settings: TrainSettings, label: str) -> None:
+    """Refuse an algorithm that cannot be attached, and settings that ``attach_elastic`` would ignore."""
+    chosen = attached_as(settings, label)
+    name, updates = _named(label).name, isinstance(chosen, OuterStep)
+    correction = settings.correction(name in PRESETS and preset(name).corrects)
+    for what, there, instead in (
+        (
+            "--lr-schedule plateau",
+            settings.lr_schedule.startswith("plateau"),
+            "ranks that join do not know earlier losses; choose step",
+        ),
+        ("--space", settings.space != "gradient", "it exchanges gradients or updates; omit it"),
+        (
+            "--target-step",
+            settings.target_step is not None,
+            "it trains by one algorithm, with no dense beside it; omit it",
+        ),
+        (
+            f"--buffers {settings.buffers}",
+            settings.buffers != "average",
+            "that is for schemes that are not attached; omit it",
+        ),
+        (
+            "momentum before the exchange",
+            bool(correction.momentum or correction.weight_decay),
+            "ranks that join do not take it over; add --no-momentum-correction",
+        ),
+        (
+            "--warmup-steps",
+            updates and settings.warmup_steps > 0,
+            f"{name} exchanges updates; give its own, {name}:warmup_steps={settings.warmup_steps}",
+        ),
+    ):
+        require(not there, f"--elastic has no {what}: {instead}")
+    check_algorithms(settings, [label])
 
 
 def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tuple[str, ...]:
@@ -212,6 +252,28 @@ def make_exchange(settings: TrainSettings, label: str, model: nn.Module) -> Exch
     )
 
 
+def attach_elastic(
+    settings: TrainSettings,
+    label: str,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    manager: Any,
+) -> Handle:
+    """Attach a preset, or a member of the outer step's family, with a torchft manager."""
+    chosen = attached_as(settings, label)
+    if isinstance(chosen, OuterStep):
+        return attach(model, optimizers, chosen, elastic=manager)
+    return attach(
+        model,
+        optimizers,
+        chosen,
+        settings.density,
+        exchange="gradients",
+        compression=_compression(settings, _named(label).name),
+        elastic=manager,
+    )
+
+
 def _allreduced(settings: TrainSettings, model: nn.Module, *, half: bool) -> Exchange:
     """Use plain DDP, or its ``fp16_compress_hook``: the same allreduce with 16-bit floats."""
     ddp = _in_ddp(model)
@@ -252,14 +314,12 @@ def _attached(
     """Attach a preset to the gradients of a DDP model."""
     ddp = _in_ddp(model)
     correction = settings.correction(preset(name).corrects)
-    # SparCML does not compress all layers either (section 8.4)
-    compress = is_hidden_matrix if name == "sparcml" else None
     sync = attach(
         ddp,
         algorithm=algorithm,
         density=settings.density,
         correction=correction,
-        compression=Compression(compress=compress, warmup_steps=settings.warmup_steps),
+        compression=_compression(settings, name),
         transport=Transport(settings.transport, settings.timeout, settings.curve_keys),
     )
     return Exchange(
@@ -273,6 +333,12 @@ def _attached(
         dense_share=sync.stats()["dense_share"],
         close=sync.close,
     )
+
+
+def _compression(settings: TrainSettings, name: str) -> Compression:
+    # SparCML does not compress all layers either (section 8.4)
+    compress = is_hidden_matrix if name == "sparcml" else None
+    return Compression(compress=compress, warmup_steps=settings.warmup_steps)
 
 
 def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchange:
@@ -290,7 +356,7 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
     scheme: Any
     averager: Any
     if name in OUTER_SETTINGS and settings.buffers == "average":
-        scheme = OuterStep(**{**OUTER_SETTINGS[name], **given})
+        scheme = _outer_step(settings, found)
         carried = Transport(settings.transport, settings.timeout, settings.curve_keys)
         averager = attach(model, optimizers, scheme, transport=carried)
         comm = averager.reducer.comm
@@ -316,6 +382,10 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
         finish=averager.finish,
         close=averager.close,
     )
+
+
+def _outer_step(settings: TrainSettings, found: Named) -> OuterStep:
+    return OuterStep(**{**OUTER_SETTINGS[found.name], **_scheme_options(settings, found)})
 
 
 def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:

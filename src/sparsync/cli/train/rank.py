@@ -156,15 +156,6 @@ def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: 
     return float(slowest)
 
 
-def _lr_divisor(settings: TrainSettings, exchange: Exchange) -> int:
-    """Return the number by which the learning rate is divided for this exchange.
-
-    A sum is P times the mean, so SGD's steps would be P times too long (Adam's and Muon's would not
-    change).
-    """
-    return settings.ranks if exchange.sums and settings.optimizer == "sgd" else 1
-
-
 def _step(
     settings: TrainSettings,
     exchange: Exchange,
@@ -173,7 +164,7 @@ def _step(
     factor: float = 1.0,
 ) -> float:
     """Run one step at ``factor`` times its learning rate; return this rank's loss before the step."""
-    divisor = _lr_divisor(settings, exchange)
+    divisor = settings.lr_divisor(sums=exchange.sums)
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()
         for group in optimizer.param_groups:
@@ -276,7 +267,7 @@ def _result(
         clip=settings.clip or None,
         options=exchange.options,
         dense_share=exchange.dense_share,
-        lr_divisor=_lr_divisor(settings, exchange),
+        lr_divisor=settings.lr_divisor(sums=exchange.sums),
         momentum_corrected=exchange.corrected,
         **averaging,
         seconds_finish=max(total - sum(seconds), 0.0),

@@ -17,7 +17,6 @@ from sparsync.averaging.binding import BufferRule
 from sparsync.cli.flags import (
     CurveKeys,
     Lab,
-    Timeout,
     Transport,
     option,
     ranks_option,
@@ -45,7 +44,9 @@ from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.correction import Correction
 from sparsync.transports.communicator import Communicator
 
-__all__ = ["TrainSettings"]
+__all__ = ["ELASTIC_TIMEOUT", "TrainSettings"]
+
+ELASTIC_TIMEOUT = 5.0  # seconds; ranks that come and go leave out one that stalls for longer
 
 Layers = Annotated[int, Bounds(1, 1000)]
 _SPACES = ("gradient", "update", "local")
@@ -84,6 +85,7 @@ _SCHEDULE = (
     "After those: constant, linear (to 0 after the last step), step:FACTOR:AT+AT (AT in steps, or in per "
     "cent of the run) or plateau:FACTOR:PATIENCE:EVERY (windows of EVERY steps of the training loss)."
 )
+_WAIT, _TIMEOUT = Bounds(0.1, 1e6), "Seconds that a rank waits for another."
 _TARGET = "Time to loss: end each run at the loss that dense has at this step, and report when."
 
 
@@ -136,7 +138,9 @@ class TrainSettings:
     transport: Transport = "auto"
     lab: Lab = None
     curve_keys: CurveKeys = None
-    timeout: Timeout = 300.0
+    timeout: Annotated[
+        float, _WAIT, option(_TIMEOUT, f"300; with --elastic {ELASTIC_TIMEOUT:g}")
+    ] = _DEFAULT
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -161,6 +165,7 @@ class TrainSettings:
             ("weight_decay", decays.get(optimizer, 0.0)),
             ("clip", defaults.clip or 0.0),
             ("batch_size", defaults.batch_size),
+            ("timeout", 300.0),
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -224,6 +229,14 @@ class TrainSettings:
         rising = self.lr * min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
         schedule = parse_schedule(self.lr_schedule)
         return rising * schedule.at_step(step, steps=self.steps, warmup=self.lr_warmup_steps)
+
+    def lr_divisor(self, *, sums: bool) -> int:
+        """Return the number by which the learning rate is divided, e.g. if gradients are summed.
+
+        A sum is P times the mean, so SGD's steps would be P times too long (Adam's and Muon's would not
+        change).
+        """
+        return self.ranks if sums and self.optimizer == "sgd" else 1
 
     def steps_of(self, algorithm: str) -> int:
         """Return the number of steps of an algorithm; "dense" ends at the target."""

@@ -55,7 +55,9 @@ __all__ = [
 
 _LOOPBACK = "127.0.0.1"
 _SILENT = 120.0  # seconds without a report from any rank after which a run is aborted
-_HEARTBEAT = 400  # milliseconds after which the lighthouse declares a silent rank dead
+# milliseconds after which the lighthouse declares a silent rank dead; where none is killed, silence only
+# means that the machine is busy
+_HEARTBEAT, _PATIENT = 400, 5_000
 
 
 class Change(NamedTuple):
@@ -232,7 +234,9 @@ class _Run:
         """Run torchft's lighthouse, in the lab on a link of its own."""
         mine, theirs = self.context.Pipe()
         seat = None if lab is None else lab.seat(self.settings.ranks)
-        process = self.context.Process(target=be_lighthouse, args=(theirs, seat), daemon=True)
+        silence = _HEARTBEAT if self.mean else _PATIENT
+        call = theirs, seat, 0, silence
+        process = self.context.Process(target=be_lighthouse, args=call, daemon=True)
         process.start()
         theirs.close()
         try:
@@ -459,8 +463,13 @@ class _Run:
 # ---- the processes ---------------------------------------------------------------------------------
 
 
-def be_lighthouse(pipe: Connection, seat: Seat | None, port: int = 0) -> None:
-    """Run torchft's lighthouse, report its address, and serve until this process is killed."""
+def be_lighthouse(
+    pipe: Connection, seat: Seat | None, port: int = 0, silence: int = _HEARTBEAT
+) -> None:
+    """Run torchft's lighthouse, report its address, and serve until this process is killed.
+
+    A rank that is silent for ``silence`` milliseconds counts as dead.
+    """
     _leave_interrupts_to_parent()
     from torchft.coordination import LighthouseServer  # only needed by this command
 
@@ -473,7 +482,7 @@ def be_lighthouse(pipe: Connection, seat: Seat | None, port: int = 0) -> None:
         min_replicas=1,
         join_timeout_ms=60_000,
         quorum_tick_ms=50,
-        heartbeat_timeout_ms=_HEARTBEAT,
+        heartbeat_timeout_ms=silence,
     )
     pipe.send(f"http://{host}:{server.address().rpartition(':')[2]}")
     with suppress(EOFError):

@@ -44,7 +44,8 @@ class EagerSgd(Accompanied):
             each step starts it, so on average half of the ranks have arrived.
 
     Cost: one dense allreduce per step; memory: 3 n.
-    State: the shared model; pending updates are in the rank's own weights.
+    State: the shared model; pending updates are in the rank's own weights.  A resumed run begins from
+    rank 0's shared model, and what another rank's weights have beyond it is pending.
     Differs from the paper: ranks send the updates of their local optimizers, not gradients, which is the
     same for SGD with and without momentum.  A late rank takes all sums that it missed, so replicas need
     no periodic synchronisation.  Pending updates stay in the rank's own weights.  Otherwise they would

@@ -231,12 +231,12 @@ def test_ranks_are_killed_and_all_is_told(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("algorithm", ["dense", "sparcml"])
+@pytest.mark.parametrize("algorithm", [["dense"], ["sparcml", "--warmup-steps=3"]])
 def test_without_kills_elastic_ranks_train_like_all_others(tmp_path, algorithm):
     pytest.importorskip("torchft")
     options = [
-        f"--algorithm={algorithm}",
-        "--warmup-steps=3",
+        "--algorithm",
+        *algorithm,
         "--ranks=2",
         "--steps=20",
         "--layers=1",

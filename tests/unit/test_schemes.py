@@ -1,5 +1,6 @@
 """Test the command line's table of schemes, and the requirements of the command."""
 
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def test_a_flag_without_effect_on_any_algorithm_is_refused(flag, given, without,
     with pytest.raises(ConfigurationError, match=f"^{flag} has no effect on {', '.join(without)};"):
         check_algorithms(settings, without)
     check_algorithms(settings, [*without, having])
+    # its exchange takes them, dense included
+    check_algorithms(replace(settings, space="local"), ["dense"])
     assert ("which --curve-keys does not encrypt" in capsys.readouterr().err) == (
         "curve_keys" in given
     )

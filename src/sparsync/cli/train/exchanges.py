@@ -172,21 +172,21 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
 def _check_used(settings: TrainSettings, found: Sequence[Named]) -> None:
     """Refuse options that none of the algorithms has, and say which ones send in the clear."""
     schemes = [one for one in found if one.name in SCHEMES]
-    plain = [one for one in found if one.name in ("dense", *HOOKS) and one not in schemes]
-    local = settings.space == "local"
-    presets = [] if local else [one for one in found if one not in schemes and one not in plain]
+    local = settings.space == "local"  # whose exchange takes all of them, dense included
+    plain = [one for one in found if one.name in ("dense", *HOOKS) and not local]
+    presets = [one for one in found if one not in schemes and one not in plain]
     for flag, given, having in (
         ("--warmup-steps", settings.warmup_steps > 0, presets),
         ("--momentum-correction", settings.momentum_correction, presets),
         ("--buffers local", settings.buffers == "local", found if local else schemes),
-        ("--curve-keys", settings.curve_keys is not None, found if local else [*presets, *schemes]),
+        ("--curve-keys", settings.curve_keys is not None, [*presets, *schemes]),
     ):
         require(
             bool(having) or not given,
             f"{flag} has no effect on {', '.join(one.label for one in found)}; leave it out, or add an "
             "algorithm that has it",
         )
-    if settings.curve_keys is not None and plain and not local:
+    if settings.curve_keys is not None and plain:
         say(f"{plain[0].name} is DDP's own exchange over gloo, which --curve-keys does not encrypt")
 
 

@@ -73,7 +73,7 @@ def connect(
         "port_range": port_range,
         "advertise": advertise,
     }
-    # checked here, so that what a single process accepts is also right in a group
+    # checked here: arguments that a single process accepts are then right in a group as well
     check_transport(transport, sockets)
     check_timeout(timeout)
     check_timeout(connect_timeout, "connect_timeout")

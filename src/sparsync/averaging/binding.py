@@ -61,7 +61,7 @@ def averaged_buffers(model: nn.Module) -> list[str]:
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
-    """Return an optimizer's state of each parameter, or what it will be after the parameter's first step.
+    """Return an optimizer's state of each parameter, now or after the parameter's first step.
 
     For torch's own optimizers, a step on tensors without memory reveals the state at no cost.  Other
     optimizers are not tried, because they may do anything in a step, even exchange messages; they have
@@ -151,7 +151,8 @@ class Binding:
         self._unmoved: list[Tensor] = []
         self._known_moments = self._find_moments()
         self.initial: Tensor | None = self.read()
-        # digests of what ``initial`` lacks and the script may move before averaging begins (a teacher)
+        # digests of the parameters that ``initial`` lacks: the script may move them before averaging
+        # begins, as it moves a teacher
         tensors = self._tensors()
         frozen = [n for n, _ in model.named_parameters() if n not in self._shapes]
         self._frozen = {name: digest(tensors[name]) for name in frozen}

@@ -45,7 +45,7 @@ class EagerSgd(Accompanied):
 
     Cost: one dense allreduce per step; memory: 3 n.
     State: the shared model; pending updates are in the rank's own weights.  A resumed run begins from
-    rank 0's shared model, and what another rank's weights have beyond it is pending.
+    rank 0's shared model, and the difference of a rank's weights from it is pending.
     Differs from the paper: ranks send the updates of their local optimizers, not gradients, which is the
     same for SGD with and without momentum.  A late rank takes all sums that it missed, so replicas need
     no periodic synchronisation.  Pending updates stay in the rank's own weights.  Otherwise they would
@@ -81,8 +81,8 @@ class EagerSgd(Accompanied):
         vector = vector.cpu()
         shared = self.memory.get("shared", vector).cpu().clone()
         if "shared" in self.memory:
-            # A late rank's state may contain sums that are not in the others'.  From rank 0's shared
-            # model on, what a rank's weights have beyond it is pending, so no update is lost.
+            # A late rank's state may contain sums that are not in the others'.  All begin from rank 0's
+            # shared model; a rank's difference from it counts as pending, so no update is lost.
             await equalise_(comm, {"the shared model": shared})
         self._taken = self.memory["shared"] = shared
         self._finish = -1  # also here, as a loaded state may be of an earlier step

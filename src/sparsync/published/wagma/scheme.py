@@ -289,7 +289,7 @@ class ModelRounds(Rounds):
         return [present[i] for i in group_of(present.index(rank), count, size, step)]
 
     def memory(self) -> dict[str, Tensor]:
-        """Return what a state must contain: with a codec, the base and the error."""
+        """Return the vectors that a state must contain: with a codec, the base and the error."""
         if self.codec is None:
             return {}
         return {"base": self._base} | ({} if self.error is None else {"error": self.error})

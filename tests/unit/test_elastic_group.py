@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparsync import testing
-from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError, WireFormatError
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Raw
 from sparsync.transports.zmq import make_curve_keys
@@ -229,6 +229,20 @@ def test_over_gloo_every_group_fulfils_the_contract_and_nothing_piles_up(make):
         assert play(members, total, number) == [10.0] * 4
         threads.append(len(list(Path("/proc/self/task").glob("*"))))  # 0 on macOS
     assert threads[-1] < threads[0] + 2 * len(members), threads
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("claimed", [9, -1])
+def test_over_gloo_a_length_that_cannot_be_is_refused(make, claimed):
+    def program(comm):
+        if comm.rank == 1:
+            prefix = torch.tensor([claimed]).view(torch.uint8)
+            comm.isend(torch.cat([prefix, EIGHT]), 0, "p", Raw("value")).wait()
+            return
+        with pytest.raises(WireFormatError, match=f"rank 1 claims {claimed} bytes in phase 'p'"):
+            comm.irecv(1, 8, "p", RAW).wait()
+
+    play([make(transport="torch") for _ in range(2)], program)
 
 
 @pytest.mark.gloo

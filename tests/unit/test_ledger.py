@@ -87,16 +87,16 @@ def test_raw_bytes_are_booked_as_said():
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 5))
-def test_several_cuts_messages_apart_whatever_follows_them(counts, rest):
+def test_several_cuts_messages_apart_and_measures_them_whatever_follows(counts, rest):
     messages = [message(count) for count in counts]
-    garbage = torch.full((rest,), 0xFF, dtype=torch.uint8)
-    buffer = torch.cat([*messages, garbage])
+    payload = torch.cat([*messages, torch.empty(0, dtype=torch.uint8)])
     capacities = [m.numel() + 40 for m in messages]
     several = Several(MessageFraming(Coo()), capacities)
-    blocks = several.cut(buffer)
+    blocks = several.cut(payload)
     assert all(torch.equal(b, m) for b, m in zip(blocks, messages, strict=True))
-    assert several.length(buffer) == sum(m.numel() for m in messages)
-    parts = several.parts(torch.cat([*messages, garbage[:0]]))
+    garbage = torch.full((rest,), 0xFF, dtype=torch.uint8)
+    assert several.length(torch.cat([payload, garbage])) == sum(m.numel() for m in messages)
+    parts = several.parts(payload)
     assert parts == Parts(8 * len(counts), 4 * sum(counts), 4 * sum(counts))
 
 
@@ -114,6 +114,21 @@ def test_a_message_longer_than_its_capacity_is_refused(capacity):
 def test_a_message_longer_than_the_buffer_is_refused():
     with pytest.raises(WireFormatError, match="claims 24 bytes where at most 20 can be"):
         Several(MessageFraming(Coo()), [100]).cut(message(2)[:20])
+
+
+def test_bytes_left_over_after_the_last_message_are_refused():
+    payload = torch.cat([message(1), message(2)])
+    payload[16 + 4] -= 1  # the count of the second message, whose bytes stay
+    with pytest.raises(WireFormatError, match="2 messages claim 32 bytes of 40"):
+        Several(MessageFraming(Coo()), [24, 24]).cut(payload)
+
+
+def test_fixed_blocks_that_the_buffer_lacks_or_exceeds_are_refused():
+    several = Several(Raw("control"), [1, 2])
+    with pytest.raises(WireFormatError, match="claims 2 bytes where at most 1 can be"):
+        several.cut(torch.zeros(2, dtype=torch.uint8))
+    with pytest.raises(WireFormatError, match="2 messages claim 3 bytes of 4"):
+        several.cut(torch.zeros(4, dtype=torch.uint8))
 
 
 def test_a_buffer_that_ends_before_the_last_header_is_refused():

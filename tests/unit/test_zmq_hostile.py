@@ -8,12 +8,16 @@ import pytest
 import torch
 import zmq
 
-from sparsync.errors import PeerError
+from sparsync.errors import PeerError, WireFormatError
+from sparsync.sparse import SparseVector
+from sparsync.transports.driver import run
 from sparsync.transports.zmq import make_curve_keys
 from sparsync.transports.zmq.mailbox import APART, HEADER_BYTES, HELLO, Header
 from sparsync.transports.zmq.peers import host_and_port
+from sparsync.wire import Coo, Packed
+from sparsync.wire.codec import MessageFraming
 
-from .zmq_group import RAW, exchange, fails, meet, message, together
+from .zmq_group import RAW, UP_TO, exchange, fails, meet, message, together
 
 
 def header(flags=0, source=1, job=None, tag=0, sequence=0, length=1, comm=None):
@@ -97,6 +101,26 @@ def test_garbage_at_the_port_harms_nobody(encrypted, tmp_path):
 
     keys = tmp_path if encrypted else None
     assert together(program, 2, curve_keys=keys) == [{}, {}]
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("codec", [Coo(), Packed("fp32")])
+def test_a_message_that_claims_fewer_entries_than_it_has_is_refused(codec, ring):
+    """Its bytes stay; those left over belong to no other message."""
+    vector = SparseVector(torch.tensor([1, 2, 5, 9]), torch.tensor([1.0, 2.0, 3.0, 4.0]), 10)
+
+    def program(comm):
+        payload = codec.encode(vector).payload.clone()
+        if comm.rank == 1:
+            payload[4] -= 1  # the count of entries
+            comm.isend(payload, 0, "p", UP_TO).wait()
+        else:
+            gathering = comm.allgatherv(payload, [99, 99], "p", MessageFraming(codec), ring=ring)
+            with pytest.raises(WireFormatError, match=f"of {payload.numel()}"):
+                codec.decode(run(gathering)[1], 10)
+        meet(comm)
+
+    together(program, 2)
 
 
 def test_a_lost_message_is_noticed():

@@ -15,7 +15,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from sparsync.errors import DeadlineError, PeerError, first_line
+from sparsync.errors import DeadlineError, PeerError, WireFormatError, first_line
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing
@@ -123,6 +123,11 @@ class GlooCommunicator(Communicator):
 
         def finish() -> Tensor:
             length = int(buffer[:before].view(torch.int64)) if before else capacity
+            if not 0 <= length <= capacity:
+                raise WireFormatError(
+                    f"rank {source} claims {length} bytes in phase '{phase}', where at most {capacity} "
+                    "can be; the sender is corrupt or hostile"
+                )
             self.ledger.received(phase, length)
             return buffer[before : before + length]
 

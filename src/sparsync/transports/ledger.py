@@ -70,6 +70,23 @@ class Framing(ABC):
     def parts(self, payload: Tensor) -> Parts:
         """Split the length of a whole payload by purpose."""
 
+    def first(self, buffer: Tensor, capacity: int) -> Tensor:
+        """Return the payload of at most ``capacity`` bytes at the start of ``buffer`` (a view).
+
+        Raises:
+            WireFormatError: it would be longer than ``capacity``, or than the buffer.
+        """
+        length = self.length(buffer) if self.variable else capacity
+        most = min(capacity, buffer.numel())
+        # check the length, because slicing would silently truncate a message that is too long, and a
+        # wrong length would shift all later messages
+        if length > most:
+            raise WireFormatError(
+                f"a message claims {length} bytes where at most {most} can be; the sender is corrupt or "
+                "hostile"
+            )
+        return buffer[:length]
+
 
 @final
 class Raw(Framing):
@@ -95,25 +112,31 @@ class Several(Framing):
     def __init__(self, framing: Framing, capacities: Sequence[int]) -> None:
         self.framing, self.capacities, self.variable = framing, capacities, framing.variable
 
-    def cut(self, buffer: Tensor) -> list[Tensor]:
-        """Split into messages (views)."""
-        blocks, at = [], 0
-        for capacity in self.capacities:
-            length = self.framing.length(buffer[at:]) if self.variable else capacity
-            # check the length, because slicing would silently truncate a message that is too long, and
-            # a wrong length would shift all later messages
-            if length > min(capacity, buffer.numel() - at):
-                raise WireFormatError(
-                    f"a message claims {length} bytes where at most "
-                    f"{min(capacity, buffer.numel() - at)} can be; the sender is corrupt or hostile"
-                )
-            blocks.append(buffer[at : at + length])
-            at += length
+    def cut(self, payload: Tensor) -> list[Tensor]:
+        """Split a whole payload into messages (views).
+
+        Raises:
+            WireFormatError: a message is longer than it may be, or bytes are left over.
+        """
+        blocks = self._leading(payload)
+        claimed = sum(block.numel() for block in blocks)
+        if claimed != payload.numel():
+            raise WireFormatError(
+                f"{len(blocks)} messages claim {claimed} bytes of {payload.numel()}; the sender is "
+                "corrupt or hostile"
+            )
         return blocks
 
     def length(self, buffer: Tensor) -> int:
         """Sum the lengths of the messages."""
-        return sum(block.numel() for block in self.cut(buffer))
+        return sum(block.numel() for block in self._leading(buffer))
+
+    def _leading(self, buffer: Tensor) -> list[Tensor]:
+        blocks = []
+        for capacity in self.capacities:
+            blocks.append(self.framing.first(buffer, capacity))
+            buffer = buffer[blocks[-1].numel() :]
+        return blocks
 
     def parts(self, payload: Tensor) -> Parts:
         """Sum the parts of the messages."""

@@ -174,9 +174,9 @@ class TorchCommunicator(Communicator):
                 work = dist.irecv(buffer, group=self.group, group_src=source, tag=self.tag)
 
         def finish() -> Tensor:
-            length = framing.length(buffer) if framing.variable else capacity
-            self.ledger.received(phase, length)
-            return buffer[:length]
+            payload = framing.first(buffer, capacity)
+            self.ledger.received(phase, payload.numel())
+            return payload
 
         return _Call(self, where, lambda: work, finish)
 
@@ -256,7 +256,7 @@ class TorchCommunicator(Communicator):
         self.ledger.received(phase, received.numel(), len(others))
         blocks = list(torch.split(received, sizes))
         if framing.variable:
-            blocks = [b if r == rank else b[: framing.length(b)] for r, b in enumerate(blocks)]
+            blocks = [b if r == rank else framing.first(b, sizes[r]) for r, b in enumerate(blocks)]
         blocks[rank] = payloads[rank]
         return blocks
 

@@ -35,7 +35,6 @@ from sparsync.transports.process_group import (
     check_transport,
     connect_group,
 )
-from sparsync.transports.rendezvous import check_ports
 from sparsync.units import Unit, check_unit_bytes, output_parameters, plan_units
 
 __all__ = [
@@ -152,7 +151,6 @@ class Transport:
         check_timeout(self.timeout)
         check_timeout(self.connect_timeout, "connect_timeout")
         check_transport(self.name, self.sockets)
-        check_ports(self.port_range)
 
     @property
     def waits(self) -> dict[str, float]:

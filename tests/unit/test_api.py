@@ -13,6 +13,7 @@ from sparsync import (
     ConfigurationError,
     DenseVector,
     SparseVector,
+    Transport,
     allgather,
     allreduce,
     api,
@@ -702,6 +703,7 @@ def test_attach_compares_the_options_too(monkeypatch):
         ({"timeout": "5"}, "timeout is '5'; give seconds > 0"),
         ({"connect_timeout": 0}, "connect_timeout is 0; give seconds > 0"),
         ({"transport": "tcp"}, "unknown transport 'tcp'; choose one of auto, torch, zmq, mpi"),
+        ({"curve_keys": ""}, "curve_keys is ''; give the folder that holds the keys"),
         ({"transport": "zmq", "port_range": (5, 1)}, r"port_range is \(5, 1\); give"),
         ({"transport": "torch", "port_range": (1, 5)}, "port_range: for transport='zmq'"),
     ],
@@ -709,6 +711,9 @@ def test_attach_compares_the_options_too(monkeypatch):
 def test_a_single_process_refuses_what_a_group_refuses(arguments, says):
     with pytest.raises(ConfigurationError, match=says):
         connect(**arguments)
+    its = {"name" if name == "transport" else name: value for name, value in arguments.items()}
+    with pytest.raises(ConfigurationError, match=says):
+        Transport(**its)
 
 
 @pytest.mark.parametrize("call", [allreduce, iallreduce, allgather])

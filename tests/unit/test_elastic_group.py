@@ -85,6 +85,7 @@ def total(comm):
         ({"curve_keys": "rank-9.key_secret"}, "rank-9.key_secret is missing; make keys"),
         ({"curve_keys": "rank-1.key"}, "give all of them, and a .key_secret"),
         ({"curve_keys": ""}, "has 4 secret keys; give this rank's own, as in curve_keys='.*secret"),
+        ({"transport": "zmq", "curve_keys": ""}, "curve_keys is ''; give the folder"),
     ],
 )
 def test_what_cannot_work_is_refused(make, keys, options, words):

@@ -78,6 +78,7 @@ def test_missing_ranks_are_named():
         ({"store": HashStore(), "port_range": (9, 8)}, "port_range is (9, 8); give the first and"),
         ({"store": HashStore(), "port_range": 29600}, "port_range is 29600; give"),
         ({"store": HashStore(), "timeout": 0}, "timeout is 0"),
+        ({"store": HashStore(), "curve_keys": ""}, "curve_keys is ''; give the folder"),
         ({"store": HashStore(), "curve_keys": "/nowhere"}, "/nowhere/rank-0.key is missing"),
         ({"rank": 1, "store": HashStore()}, "rank is 1 of 1"),
     ],

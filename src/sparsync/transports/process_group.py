@@ -19,7 +19,7 @@ from sparsync.errors import CommunicationError, ConfigurationError, DeadlineErro
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Parts
-from sparsync.transports.rendezvous import GlooPlace, check_places, check_ports, convene, store_of
+from sparsync.transports.rendezvous import GlooPlace, check_places, check_sockets, convene, store_of
 
 if TYPE_CHECKING:
     from sparsync.transports.actors import Actor, Host
@@ -94,7 +94,7 @@ def connect_group(
 
 
 def check_transport(transport: str, sockets: Mapping[str, Any]) -> None:
-    """Refuse an unknown transport, settings of zmq's sockets for any other, and an invalid port range."""
+    """Refuse an unknown transport, and settings of zmq's sockets that are invalid or for any other."""
     if transport not in TRANSPORTS:
         raise ConfigurationError(
             f"unknown transport {transport!r}; choose one of {', '.join(TRANSPORTS)}"
@@ -106,7 +106,7 @@ def check_transport(transport: str, sockets: Mapping[str, Any]) -> None:
             f"{given}: for transport='zmq'; {other} neither encrypts nor authenticates, and chooses its "
             "own sockets"
         )
-    check_ports(sockets.get("port_range"))
+    check_sockets(sockets)
 
 
 @final

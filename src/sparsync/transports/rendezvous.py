@@ -22,7 +22,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from sparsync.errors import ConfigurationError, DeadlineError, PeerError, first_line
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError, first_line, require
 from sparsync.transports.agree import tell
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
@@ -43,6 +43,7 @@ __all__ = [
     "GlooPlace",
     "check_places",
     "check_ports",
+    "check_sockets",
     "choose_interface",
     "convene",
     "host_of_rank_0",
@@ -450,6 +451,16 @@ def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
             f"port_range is {port_range!r}; give the first and the last port, as (29600, 29631)"
         )
     return first, last
+
+
+def check_sockets(sockets: Mapping[str, Any]) -> None:
+    """Refuse settings of zmq's sockets that are wrong on every machine."""
+    check_ports(sockets.get("port_range"))
+    # with an unset variable in place of the folder, a job would train unencrypted
+    require(
+        sockets.get("curve_keys") != "",
+        "curve_keys is ''; give the folder that holds the keys, or None to train without encryption",
+    )
 
 
 def _host_of(store: Store) -> str | None:

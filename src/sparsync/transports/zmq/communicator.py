@@ -29,6 +29,7 @@ from sparsync.transports.interfaces import (
 from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import (
     check_ports,
+    check_sockets,
     choose_interface,
     convene,
     host_of_rank_0,
@@ -129,8 +130,9 @@ class ZmqCommunicator(Communicator):
 
         def ready() -> dict[str, Any]:
             """Start to listen; if that fails, all ranks learn of the error when they meet."""
+            check_sockets(self._sockets)
             keys = None
-            if curve_keys:
+            if curve_keys is not None:
                 every = (curve_keys, rank, world_size)
                 keys = own_curve_keys(curve_keys) if changing else load_curve_keys(*every)
             mesh = Mesh(

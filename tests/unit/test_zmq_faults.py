@@ -172,21 +172,29 @@ def test_a_slow_receiver_makes_the_sender_wait_and_nothing_is_lost(monkeypatch):
     assert together(program, 2)[0] > count // 2
 
 
-def test_a_payload_may_change_when_its_send_is_done():
-    def program(comm):
-        if comm.rank == 1:
-            meet(comm)
-            operation = comm.irecv(0, 3 << 20, "p", RAW)
-            operation.wait()
-            return int(operation.result.sum(dtype=torch.int64))
-        payload = torch.ones(3 << 20, dtype=torch.uint8)
-        operation = comm.isend(payload, 1, "p", RAW)
-        meet(comm)
-        operation.wait()
-        payload.zero_()
-        return None
+@pytest.mark.parametrize(("count", "size"), [(1, 3 << 20), (40, 200_000), (40, 50_000)])
+def test_a_payload_may_change_when_its_send_is_done(count, size, monkeypatch):
+    """Even if it had to wait for room, or ZeroMQ reads it in place."""
+    monkeypatch.setattr(peers, "HIGH_WATER", 2)
 
-    assert together(program, 2)[1] == 3 << 20
+    def program(comm):
+        payload = torch.zeros(size, dtype=torch.uint8)
+        if comm.rank == 0:
+            for place in range(count):
+                operation = comm.isend(payload.fill_(place + 1), 1, "p", RAW)
+                if place == 0:
+                    meet(comm)
+                operation.wait()
+            return payload.zero_()
+        meet(comm)
+        time.sleep(0.1)  # until the queues are full
+        for place in range(count):
+            operation = comm.irecv(0, size, "p", RAW)
+            operation.wait()
+            assert operation.result.min() == operation.result.max() == place + 1
+        return payload
+
+    together(program, 2)
 
 
 def test_the_last_messages_are_delivered_after_close(monkeypatch):

@@ -17,7 +17,7 @@ from sparsync.elastic.catch_up import (
     repeat,
 )
 from sparsync.elastic.copies import CopyServer, fetch, pack, unpack
-from sparsync.errors import DeadlineError, PeerError
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError
 
 
 @given(st.binary(max_size=300))
@@ -36,6 +36,15 @@ def server():
     server = CopyServer("127.0.0.1", None, None)
     yield server
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("interface", "words"),
+    [("0.0.0.0", "which means all of them"), ("nic7", "cannot listen on interface 'nic7'")],
+)
+def test_a_server_binds_one_interface(interface, words):
+    with pytest.raises(ConfigurationError, match=words):
+        CopyServer(interface, None, None)
 
 
 @pytest.mark.parametrize("size", [1, 1000, 70_001])

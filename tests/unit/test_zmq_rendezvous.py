@@ -71,8 +71,10 @@ def test_missing_ranks_are_named():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"store": HashStore(), "interface": "0.0.0.0"}, "which means all of them"),
-        ({"store": HashStore(), "interface": "*"}, "which means all of them"),
+        *(
+            ({"store": HashStore(), "interface": text}, f"'{text}', which means all of them")
+            for text in ("", "0.0.0.0", "0", "0x0", "*", "*%lo", "::", "0::0", "::ffff:0.0.0.0")
+        ),
         ({"store": HashStore(), "interface": "nic7"}, "cannot listen on interface 'nic7'"),
         ({"store": HashStore(), "interface": "192.0.2.1"}, "cannot listen"),
         ({"store": HashStore(), "port_range": (9, 8)}, "port_range is (9, 8); give the first and"),

@@ -18,7 +18,7 @@ import zmq
 from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.driver import close_at_exit
 from sparsync.transports.zmq.curve import CurveKeys, Password
-from sparsync.transports.zmq.mesh import bind, tcp
+from sparsync.transports.zmq.mesh import bind
 
 __all__ = ["CopyServer", "Source", "fetch", "pack", "unpack"]
 
@@ -90,11 +90,12 @@ class CopyServer:
         # guard and limit come before ``bind``, after which strangers may connect
         guard.guard(self._socket)
         self._socket.maxmsgsize = _LONGEST
-        bind(self._socket, tcp(interface), port_range)
-        port = self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        self.endpoint = f"{tcp(advertise or interface)}:{port}"
-        if advertise is None:
-            self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
+        try:
+            self.endpoint = bind(self._socket, interface, port_range, advertise)
+        except BaseException:
+            self._socket.close()
+            self._context.term()
+            raise
         if isinstance(guard, Password):
             self.endpoint += f" {guard.word.decode()}"
         self.wanted = threading.Event()

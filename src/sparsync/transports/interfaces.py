@@ -26,6 +26,7 @@ __all__ = [
     "described",
     "family_of",
     "is_loopback",
+    "is_unspecified",
     "listening_on",
     "own_interfaces",
     "selected",
@@ -143,6 +144,20 @@ def is_loopback(address: str) -> bool:
         return ip_address(address.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_unspecified(address: str) -> bool:
+    """Return whether a text is an address that stands for all interfaces; False for a name.
+
+    Example:
+        >>> is_unspecified("0.0.0.0"), is_unspecified("0::0"), is_unspecified("[::ffff:0.0.0.0]")
+        (True, True, True)
+    """
+    try:
+        number = ip_address(address.strip("[]").partition("%")[0])
+    except ValueError:
+        return False
+    return (getattr(number, "ipv4_mapped", None) or number).is_unspecified
 
 
 def described(present: Sequence[Interface]) -> str:

@@ -33,6 +33,7 @@ from sparsync.transports.interfaces import (
     described,
     family_of,
     is_loopback,
+    is_unspecified,
     listening_on,
     own_interfaces,
     selected,
@@ -42,6 +43,7 @@ from sparsync.transports.interfaces import (
 __all__ = [
     "GlooPlace",
     "check_places",
+    "check_one_interface",
     "check_ports",
     "check_sockets",
     "choose_interface",
@@ -213,12 +215,8 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
             0's host.  Finding this name is collective (``host_of_rank_0``), even for ranks that do not
             need it.
     """
-    # a port on all interfaces would be exposed to networks that have nothing to do with the job
-    if interface in ("*", "0.0.0.0", "::", ""):
-        raise ConfigurationError(
-            f"interface is '{interface}', which means all of them; name the one that ranks use"
-        )
-    if interface:
+    if interface is not None:
+        check_one_interface(interface, interface)
         return interface
     host = None if isinstance(meeting, str) else _host_of(meeting)
     if host is None and dist.is_initialized():
@@ -234,6 +232,15 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
             "or the name of the interface that leads to the other ranks, as in interface='eth0'"
         )
     return way_to(host)
+
+
+def check_one_interface(interface: str, host: str) -> None:
+    """Refuse an interface whose address, ``host``, stands for all interfaces."""
+    # a port on all interfaces would be exposed to networks that have nothing to do with the job
+    require(
+        host not in ("", "*") and not is_unspecified(host),
+        f"interface is '{interface}', which means all of them; name the one that ranks use",
+    )
 
 
 def _address_of(value: str, host: str | None) -> str:

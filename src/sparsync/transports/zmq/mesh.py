@@ -18,6 +18,7 @@ import zmq
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.transports.rendezvous import check_one_interface
 from sparsync.transports.zmq.curve import CurveKeys, Doorkeeper, Password
 from sparsync.transports.zmq.descriptors import OWN, require_descriptors
 from sparsync.transports.zmq.mailbox import (
@@ -35,6 +36,7 @@ from sparsync.transports.zmq.peers import (
     Link,
     Parcel,
     happened,
+    host_and_port,
     longest_silence,
     watched,
 )
@@ -159,9 +161,8 @@ class Mesh:
         guards: list[Doorkeeper],
     ) -> None:
         """Bind the incoming socket behind a guard: peers must authenticate before they can send."""
-        address = tcp(interface)
         self.incoming, self._events = watched(
-            self.context, zmq.PULL, f"{address}:*", self._timeouts[0], HANDSHAKE
+            self.context, zmq.PULL, f"{tcp(interface)}:*", self._timeouts[0], HANDSHAKE
         )
         sockets += self.incoming, self._events
         # start the guard before binding, because a peer that connects in between would be let in
@@ -169,22 +170,7 @@ class Mesh:
         self.doorkeeper = guard.guard(self.incoming)
         guards.append(self.doorkeeper)
         self.incoming.rcvtimeo = round(TICK * 1000)
-        try:
-            bind(self.incoming, address, port_range)
-        except zmq.ZMQError as error:
-            if port_range is not None and error.errno == zmq.EADDRINUSE:
-                raise ConfigurationError(
-                    f"no port from {port_range[0]} to {port_range[1]} is free on interface "
-                    f"'{interface}'; widen port_range, by one port for every communicator of every rank "
-                    "on this machine"
-                ) from error
-            raise ConfigurationError(
-                f"cannot listen on interface '{interface}' ({error}); give the IP address or the "
-                "name of an interface of this machine"
-            ) from error
-        self.address = str(self.incoming.get_string(zmq.LAST_ENDPOINT))
-        if advertise is not None:
-            self.address = f"{tcp(advertise)}:{self.address.rpartition(':')[2]}"
+        self.address = bind(self.incoming, interface, port_range, advertise)
         # everything that the others need to connect, except this rank's public key
         self.endpoint = self.address
         if isinstance(guard, Password):
@@ -570,19 +556,38 @@ def tcp(host: str) -> str:
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
 
 
-def bind(socket: zmq.Socket[Any], address: str, port_range: tuple[int, int] | None) -> None:
-    """Bind the first free port."""
-    if port_range is None:
-        socket.bind(f"{address}:*")
-        return
-    first, last = port_range
-    for port in range(first, last + 1):
+def bind(
+    socket: zmq.Socket[Any],
+    interface: str,
+    port_range: tuple[int, int] | None,
+    advertise: str | None,
+) -> str:
+    """Bind the first free port of an interface; return the address to which others connect.
+
+    Raises:
+        ConfigurationError: no port is free, or ``interface`` is not one interface of this machine.
+    """
+    ports = ["*"] if port_range is None else range(port_range[0], port_range[1] + 1)
+    for port in ports:
         try:
-            socket.bind(f"{address}:{port}")
-            return
+            socket.bind(f"{tcp(interface)}:{port}")
+            break
         except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or port == last:
-                raise
+            if error.errno != zmq.EADDRINUSE:
+                raise ConfigurationError(
+                    f"cannot listen on interface '{interface}' ({error}); give the IP address or the "
+                    "name of an interface of this machine"
+                ) from error
+    else:
+        raise ConfigurationError(
+            f"no port from {ports[0]} to {ports[-1]} is free on interface '{interface}'; widen "
+            "port_range, by one port for every communicator of every rank on this machine"
+        )
+    address = str(socket.get_string(zmq.LAST_ENDPOINT))
+    # the system knows more spellings of all interfaces than this library, e.g. "0" and "0x0"
+    host, taken = host_and_port(address)
+    check_one_interface(interface, host)
+    return address if advertise is None else f"{tcp(advertise)}:{taken}"
 
 
 def _taken(raw: memoryview) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import uuid
@@ -151,10 +150,9 @@ class ElasticGroup(ProcessGroup):
             self.copies = CopyServer(interface, port_range, advertise, self._keys)
         self._card = {"transport": transport, "key": ""}
         if self._keys is not None:
-            # The digest covers all listed keys: ranks with different lists would refuse each
-            # other's sockets, and wait for each other in every step.
-            listed = hashlib.blake2b(b"".join(sorted(self._keys.listed)), digest_size=6)
-            self._card["transport"] = f"{transport} with the keys {listed.hexdigest()}"
+            # ranks with different lists of keys would refuse each other's sockets, and wait for each
+            # other in every step
+            self._card["transport"] = f"{transport} with the keys {self._keys.digest}"
             self._card["key"] = self._keys.public.decode()
         self._card |= {"name": self.name, "exchange": exchange, "copies": self.copies.endpoint}
 

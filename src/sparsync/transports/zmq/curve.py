@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import threading
@@ -40,6 +41,11 @@ class CurveKeys:
     secret: bytes = field(repr=False)
     publics: Sequence[bytes]  # public keys of the ranks of the group
     listed: Sequence[bytes]  # public keys of all peers that may connect
+
+    @property
+    def digest(self) -> str:
+        """A short text that is equal for equal lists of keys."""
+        return hashlib.blake2b(b"".join(sorted(self.listed)), digest_size=6).hexdigest()
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
         """Make a socket that is not bound yet accept only listed keys."""

@@ -22,7 +22,8 @@ template <typename Index>
 int64_t merge(const std::vector<Stream<Index>> &streams, int64_t size, const Scan &scan,
               int64_t *indices, float *values);
 
-// Does the same for the entries whose index occurs among `m` ascending indices.
+// Does the same for the entries whose index occurs among `m` ascending indices.  It skips the others, so it
+// checks only the first and the last index of a stream.
 int64_t merge_within(const std::vector<Stream<int64_t>> &streams, int64_t size, const int64_t *among,
                      int64_t m, const Scan &scan, int64_t *indices, float *values);
 

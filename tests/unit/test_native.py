@@ -151,6 +151,28 @@ def test_scatter_refuses_indices_that_do_not_ascend(indices):
 
 
 @built
+@pytest.mark.parametrize(
+    "indices", [[2, 1], [1, 1], [0, 70_000, 69_999], [70_000, 0], [0, 70_000, 70_000]]
+)
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_merge_refuses_streams_that_do_not_ascend(indices, others):
+    streams = [(torch.tensor([5]), torch.ones(1))] * others
+    streams.append((torch.tensor(indices), torch.ones(len(indices))))
+    with pytest.raises(ConfigurationError, match="merge: indices of a stream must be ascending"):
+        native.merge(streams, 100_000)
+
+
+@built
+@pytest.mark.parametrize("indices", [[1, 100], [-1, 1], [1 << 40]])
+def test_merge_refuses_streams_that_leave_the_vector_outside_of_within_too(indices):
+    stream = torch.tensor(indices), torch.ones(len(indices))
+    with pytest.raises(
+        ConfigurationError, match=r"merge: indices of a stream .* within the vector"
+    ):
+        native.merge([stream], 100, torch.tensor([1]))
+
+
+@built
 def test_streams_that_do_not_ascend_never_write_outside():
     generator = torch.Generator().manual_seed(0)
     for size in (5, 300_000):

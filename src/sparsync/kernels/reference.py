@@ -137,8 +137,9 @@ def merge(
         within: ascending indices; other entries are left out.
 
     Raises:
-        ConfigurationError: there are no streams; in C++, also if the indices of a stream or ``within``
-            do not ascend within ``[0, size)``.
+        ConfigurationError: there are no streams; in C++, also if the indices of a stream do not ascend
+            within ``[0, size)``.  With ``within``, most entries are skipped, so C++ checks only the first
+            and the last index of a stream, not their order.
 
     Example:
         >>> a = torch.tensor([0, 2]), torch.tensor([1.0, 4.0])

@@ -86,7 +86,8 @@ class SparseVector:
     def merge(parts: Sequence[SparseVector], within: Tensor | None = None) -> SparseVector:
         """Sum vectors of the same size in the given order (a left fold); zero sums are not stored.
 
-        Elements outside ``within`` (ascending indices) are dropped.
+        Elements outside ``within`` (ascending indices) are dropped.  Without it, a single vector is
+        returned as it is, with any zeros that it stores.
 
         Example:
             >>> a = SparseVector.from_dense(torch.tensor([0.0, 1.0, 2.0]))

@@ -96,6 +96,15 @@ def test_in_place_kernels_write_through_strided_views(dtype):
         assert whole.abs().tolist() == [0.0, 0.0, 0.0, 2.0]
 
 
+def test_arguments_by_name_are_those_by_position():
+    stream, places = (torch.tensor([1, 2]), torch.tensor([1.0, 3.0])), torch.arange(10)[::2]
+    indices, values = kernels.merge(streams=[stream], size=10, within=places)
+    assert (indices.tolist(), values.tolist()) == ([2], [3.0])
+    whole = torch.zeros(4)
+    kernels.scatter_(whole[1::2], indices=torch.tensor([1]), values=torch.tensor([2.0]))
+    assert whole.tolist() == [0.0, 0.0, 0.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("residual", "gradient", "message"),
     [

@@ -259,6 +259,18 @@ def test_messages_of_another_form_are_understood():
     assert fast.nnz == 50
 
 
+@pytest.mark.parametrize("k", [1, 9])
+def test_a_single_share_keeps_the_zeros_that_it_stores(k):
+    own = SparseVector(torch.tensor([0, 2]), torch.tensor([0.0, -1.0]), 9)
+    message = Packed().encode(own).payload
+
+    def summed():
+        return decode_sum(Packed(), [message], 0, own, k)
+
+    same_bits(summed(), on_the_specification(summed))
+    assert summed().indices.tolist() == ([2] if k == 1 else [0, 2])
+
+
 def test_messages_for_another_region_are_refused():
     own = noise(50, 20, seed=1)
     message = Packed().encode(noise(51, 20, seed=2)).payload

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, ParamSpec, TypeVar
@@ -94,8 +95,13 @@ def _dispatched(
     """Return a function that calls the backend chosen by ``deciding`` tensors, or the specification."""
     name, in_place = specification.__name__, specification.__name__.endswith("_")
 
+    signature = inspect.signature(specification)
+
     @functools.wraps(specification)
     def dispatch(*arguments: Any, **named: Any) -> Any:
+        if named:
+            bound = signature.bind(*arguments, **named)
+            arguments, named = bound.args, bound.kwargs
         tensors = deciding(*arguments)
         backend = backend_of(*tensors, dtype=dtype)
         if in_place and not all(tensor.is_contiguous() for tensor in tensors):

@@ -183,7 +183,8 @@ def decode_sum(
     The sum is a left fold in rank order, with the own share in place of ``rank``'s message.  Its bits
     depend neither on the order of arrival nor on the rank that owns the region.
     """
-    if _in_cpp(codec, own, messages):
+    # a single share may store zeros, which C++ would drop and ``SparseVector.merge`` keeps
+    if len(messages) > 1 and _in_cpp(codec, own, messages):
         pair = own.indices.contiguous(), own.values.contiguous()
         summed = native.unpack_and_sum(messages, rank, *pair, _style(codec, own.size), k)
         if summed is not None:

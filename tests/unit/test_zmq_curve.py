@@ -125,6 +125,7 @@ def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_
             store = HashStore()
             card = {
                 "endpoint": comm.mesh.endpoints[0],
+                "world_size": 2,
                 "keys": load_curve_keys(tmp_path, 1, 2).digest,
                 "reach": [network(), "46", False],
                 "job": comm.mesh.job,

@@ -9,7 +9,8 @@ import pytest
 from torch.distributed import HashStore
 
 from sparsync import ConfigurationError
-from sparsync.errors import DeadlineError
+from sparsync.errors import CommunicationError, DeadlineError
+from sparsync.transports.rendezvous import meet
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from sparsync.transports.zmq.communicator import _agreed
 
@@ -69,6 +70,38 @@ def test_missing_ranks_are_named():
     assert "no word from ranks 0, 2, 3 within 0.2 s" in str(caught.value)
 
 
+def test_rank_0_names_the_ranks_that_have_not_read():
+    store = HashStore()
+    for peer in (1, 2):
+        store.set(f"sparsync/meetings/1/{peer}", "card")
+    store.set("sparsync/meetings/1/2 read", "1")
+    with pytest.raises(DeadlineError, match=r"no word from rank 1 within 0\.2 s; are they alive"):
+        meet(store, 0, 3, "card", 0.2)
+
+
+def test_a_rank_of_a_larger_world_is_named_by_all():
+    """Rank 1 waits for a rank that does not exist, so it never reads that the others have come."""
+    store = HashStore()
+
+    def program(rank):
+        try:
+            ZmqCommunicator(rank, 4 if rank == 1 else 3, store=store, timeout=0.5)
+        except CommunicationError as error:
+            return str(error).replace(", phase 'rendezvous'", "")
+        except ConfigurationError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(program, range(3)))
+    assert texts == [
+        "rank 0: no word from rank 1 within 0.5 s; rank 1 is one of 4 ranks, this rank one of 3: give "
+        "all ranks the same world_size",
+        "rank 1: no word from rank 3 within 0.5 s; rank 0 is one of 3 ranks, this rank one of 4: give "
+        "all ranks the same world_size",
+        "world_size differs: rank 0 has 3, ranks 1 have 4; give all ranks the same world_size",
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -121,8 +154,8 @@ def test_keys_that_differ_between_ranks_are_refused_by_all(tmp_path, other, says
 
 
 def card(address, families="46", network="a", advertised=False):
-    reach = [network, families, advertised]
-    return {"endpoint": f"{address} word", "keys": "", "job": 7, "reach": reach}
+    facts = {"world_size": 2, "keys": "", "job": 7, "reach": [network, families, advertised]}
+    return {"endpoint": f"{address} word", **facts}
 
 
 @pytest.mark.parametrize(

@@ -92,32 +92,46 @@ def meet(
     deadline = time.monotonic() + timeout
     where = f"rank {rank}, phase '{phase}'"
 
-    def wait(keys: Sequence[str]) -> None:
+    arrivals = list[str]()
+
+    def wait(keys: Sequence[str], *signs: Sequence[str]) -> None:
+        """Wait for all keys; blame the ranks that lack the first of the signs that any rank lacks."""
         for peer, key in enumerate(keys):
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 store.wait([key], timedelta(seconds=left))
             except RuntimeError as error:
-                # blame the ranks that never came, if there are any; otherwise blame those that came,
-                # gave up and withdrew their cards
-                later = range(peer, len(keys))
-                missing = [p for p in later if not _has(store, f"{keys[p]} arrived")]
-                missing = missing or [p for p in later if not _has(store, keys[p])]
+                lacking = (
+                    [p for p in range(peer, len(keys)) if not _has(store, s[p])] for s in signs
+                )
+                missing = next(filter(None, lacking), [peer])
                 raise DeadlineError(
                     f"{where}: no word from rank{'s' * (len(missing) > 1)} "
-                    f"{', '.join(map(str, missing))} within {timeout:g} s; are they alive, and do "
-                    "they use the same store? Raise the timeout if they are only slow"
+                    f"{', '.join(map(str, missing))} within {timeout:g} s; {advice()}"
                 ) from error
+
+    def advice() -> str:
+        for peer, key in enumerate(arrivals):
+            if _has(store, key) and (size := store.get(key).decode()) != str(world_size):
+                return (
+                    f"rank {peer} is one of {size} ranks, this rank one of {world_size}: give all ranks "
+                    "the same world_size"
+                )
+        return (
+            "are they alive, and do they use the same store, which no earlier job has used? Raise the "
+            "timeout if they are only slow"
+        )
 
     # each rank counts its own meetings, so no rank needs to know when another rank started one
     counter = f"{_PREFIX}/of {rank}"
     try:
         meeting = store.add(counter, 1)
         keys = [f"{_PREFIX}/{meeting}/{r}" for r in range(world_size)]
-        store.set(f"{keys[rank]} arrived", "1")  # not deleted when the card is withdrawn
+        arrivals += [f"{key} arrived" for key in keys]
+        store.set(arrivals[rank], str(world_size))  # not deleted when the card is withdrawn
         store.set(keys[rank], card)
         try:
-            wait(keys)
+            wait(keys, arrivals, keys)  # first those that never came, then those that gave up
         except DeadlineError:
             # Restore the count, so that a second attempt joins the same meeting.  Keep a complaint, so
             # that ranks that arrive later read it.
@@ -137,7 +151,7 @@ def meet(
             f"({first_line(error)})"
         ) from error
     if rank == 0:  # otherwise the store could end with this process before the others have read it
-        wait(read)
+        wait(read, read)
     return cards
 
 

@@ -151,6 +151,7 @@ class ZmqCommunicator(Communicator):
             # have a different number and are refused.
             job = secrets.randbits(63)
             card = {"endpoint": mesh.endpoint, "keys": keys.digest if keys else "", "job": job}
+            card["world_size"] = world_size
             far = {family_of(text)[-1] for one in own_interfaces() for text in one.far_addresses}
             families = "".join(sorted(far)) or "46"  # refuse nothing where nothing is known
             return {**card, "reach": [network(), families, advertise is not None]}
@@ -465,14 +466,13 @@ def _staged(payload: Tensor) -> Tensor:
 def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
     """Return the job number, drawn by rank 0, and all endpoints; check that the ranks are compatible."""
     try:
-        facts = [
-            (card["job"], str(card["endpoint"]), card["keys"], card["reach"]) for card in cards
-        ]
+        names = "job", "endpoint", "world_size", "keys", "reach"
+        facts = [[card[name] for name in names] for card in cards]
     except KeyError as error:
         raise PeerError(
             f"a rank left no {error} with its address; all ranks need the same version of sparsync"
         ) from error
-    jobs, endpoints, keys, reach = (list(column) for column in zip(*facts, strict=True))
+    jobs, endpoints, sizes, keys, reach = (list(column) for column in zip(*facts, strict=True))
     addresses = [endpoint.partition(" ")[0] for endpoint in endpoints]
     near = list[bool]()
     for peer, address in enumerate(addresses):
@@ -490,6 +490,7 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
     places = ["loopback" if local else "reachable" for local in near]
     told = ", ".join(f"rank {peer} {address}" for peer, address in enumerate(addresses))
     for what, values, cure in (
+        ("world_size", sizes, "the same world_size"),
         ("encrypted", [key != "" for key in keys], "the same curve_keys"),
         ("the digest of curve_keys", keys, "the same .key files"),
         ("interface", places, f"interface=, or GLOO_SOCKET_IFNAME ({told})"),

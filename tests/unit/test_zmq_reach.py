@@ -56,6 +56,9 @@ def test_a_port_that_refuses_is_named_with_its_address_and_why():
         there = f"rank {1 - rank} cannot be reached at tcp://{ELSEWHERE}:{PORT + 1 - rank}"
         assert isinstance(error, PeerError)
         assert f"{there} (connection refused" in str(error) and "firewall" in str(error)
+        assert "or that rank has ended, perhaps that of an earlier job with the same store" in str(
+            error
+        )
 
 
 def test_a_port_that_does_not_answer_is_named_at_the_deadline_of_connecting():

@@ -252,7 +252,10 @@ class Link:
             seen = f"no such name: {error.strerror}"
             cure = "give that rank an advertise= that all ranks can resolve, or an IP address"
         elif isinstance(error, ConnectionRefusedError):
-            seen = "connection refused: a firewall rejects it, or that rank has ended"
+            seen = (
+                "connection refused: a firewall rejects it, or that rank has ended, perhaps that of an "
+                "earlier job with the same store"
+            )
         elif error is not None and not isinstance(error, TimeoutError):
             seen = error.strerror or str(error)
         elif self._reached and time.monotonic() > self.by:

@@ -1,11 +1,13 @@
 """Test the rendezvous of the ZeroMQ transport, and its refusals."""
 
+import errno
 import os
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import zmq
 from torch.distributed import HashStore
 
 from sparsync import ConfigurationError
@@ -13,6 +15,7 @@ from sparsync.errors import CommunicationError, DeadlineError
 from sparsync.transports.rendezvous import meet
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from sparsync.transports.zmq.communicator import _agreed
+from sparsync.transports.zmq.mesh import bind
 
 from .zmq_group import exchange, forwarded, together
 
@@ -50,6 +53,27 @@ def test_ports_are_of_the_range_and_each_is_taken_once():
         pytest.raises(ConfigurationError, match=f"no port from {PORT + 30} to {PORT + 30} is free"),
     ):
         together(program, 1, port_range=(PORT + 30, PORT + 30))
+
+
+class Unprivileged:
+    """A socket of a process that may bind no port below 1024."""
+
+    last_endpoint = ""
+
+    def bind(self, address):
+        if int(address.rpartition(":")[2]) < 1024:
+            raise zmq.ZMQError(errno.EACCES)
+        self.last_endpoint = address
+
+    def get_string(self, option):
+        return self.last_endpoint
+
+
+def test_ports_that_need_permission_are_passed_over():
+    assert bind(Unprivileged(), "127.0.0.1", (1020, 1030), None) == "tcp://127.0.0.1:1024"
+    words = r"no port from 1000 to 1010 is free .*\(this process has no permission for some"
+    with pytest.raises(ConfigurationError, match=words):
+        bind(Unprivileged(), "127.0.0.1", (1000, 1010), None)
 
 
 def test_ranks_meet_at_the_address_that_a_nat_forwards():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket as network
@@ -568,19 +569,22 @@ def bind(
         ConfigurationError: no port is free, or ``interface`` is not one interface of this machine.
     """
     ports = ["*"] if port_range is None else range(port_range[0], port_range[1] + 1)
+    reserved = False
     for port in ports:
         try:
             socket.bind(f"{tcp(interface)}:{port}")
             break
         except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE:
+            reserved |= error.errno == errno.EACCES  # usually the ports below 1024, except for root
+            if port_range is None or error.errno not in (zmq.EADDRINUSE, errno.EACCES):
                 raise ConfigurationError(
                     f"cannot listen on interface '{interface}' ({error}); give the IP address or the "
                     "name of an interface of this machine"
                 ) from error
     else:
+        why = " (this process has no permission for some, such as those below 1024)" * reserved
         raise ConfigurationError(
-            f"no port from {ports[0]} to {ports[-1]} is free on interface '{interface}'; widen "
+            f"no port from {ports[0]} to {ports[-1]} is free on interface '{interface}'{why}; widen "
             "port_range, by one port for every communicator of every rank on this machine"
         )
     address = str(socket.get_string(zmq.LAST_ENDPOINT))

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from sparsync import ConfigurationError
 from sparsync.errors import CommunicationError, DeadlineError
-from sparsync.transports.rendezvous import meet
+from sparsync.transports.rendezvous import check_sockets, meet
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from sparsync.transports.zmq.communicator import _agreed
 from sparsync.transports.zmq.mesh import bind
@@ -88,6 +88,14 @@ def test_ranks_meet_at_the_address_that_a_nat_forwards():
     assert found == [[f"tcp://127.0.0.9:{port}" for port in ports]] * 2
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_names_and_addresses_may_be_advertised(host):
+    for address in together(lambda comm: comm.mesh.address, 2, advertise=host):
+        assert address.startswith(f"tcp://{host}:")
+    for text in ("host-1.example", "10.0.0.7", "::1", "[::1]", "fe80::1%eth0"):
+        check_sockets({"advertise": text})
+
+
 def test_missing_ranks_are_named():
     with pytest.raises(DeadlineError) as caught:
         ZmqCommunicator(1, 4, store=HashStore(), timeout=0.2)
@@ -137,6 +145,22 @@ def test_a_rank_of_a_larger_world_is_named_by_all():
         ({"store": HashStore(), "interface": "192.0.2.1"}, "cannot listen"),
         ({"store": HashStore(), "port_range": (9, 8)}, "port_range is (9, 8); give the first and"),
         ({"store": HashStore(), "port_range": 29600}, "port_range is 29600; give"),
+        *(
+            (
+                {"store": HashStore(), "advertise": text},
+                f"advertise is {text!r}; give the host name",
+            )
+            for text in (
+                "",
+                "a b",
+                "[]",
+                "host:99",
+                "127.0.0.1:99",
+                "[::1]:99",
+                "tcp://host",
+                "0.0.0.0",
+            )
+        ),
         ({"store": HashStore(), "timeout": 0}, "timeout is 0"),
         ({"store": HashStore(), "curve_keys": ""}, "curve_keys is ''; give the folder"),
         ({"store": HashStore(), "curve_keys": "/nowhere"}, "/nowhere/rank-0.key is missing"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
 
@@ -477,11 +479,31 @@ def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
 def check_sockets(sockets: Mapping[str, Any]) -> None:
     """Refuse settings of zmq's sockets that are wrong on every machine."""
     check_ports(sockets.get("port_range"))
+    if sockets.get("advertise") is not None:
+        _check_advertised(sockets["advertise"])
     # with an unset variable in place of the folder, a job would train unencrypted
     require(
         sockets.get("curve_keys") != "",
         "curve_keys is ''; give the folder that holds the keys, or None to train without encryption",
     )
+
+
+def _check_advertised(advertise: object) -> None:
+    """Refuse a text that cannot be a host name or an IP address; ranks would report it much later."""
+    host = advertise.strip("[]") if isinstance(advertise, str) else ""
+    # a single colon precedes a port
+    fits = re.fullmatch(r"[^\s\[\]/:]+", host) or (host.count(":") > 1 and _is_address(host))
+    require(
+        bool(fits) and not is_unspecified(host),
+        f"advertise is {advertise!r}; give the host name or the IP address, without a port, at which the "
+        "other ranks reach this one",
+    )
+
+
+def _is_address(text: str) -> bool:
+    with suppress(ValueError):
+        return bool(ip_address(text))
+    return False
 
 
 def _host_of(store: Store) -> str | None:

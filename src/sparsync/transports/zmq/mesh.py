@@ -553,7 +553,13 @@ class Mesh:
 
 
 def tcp(host: str) -> str:
-    """Return a host's ZeroMQ address, without a port."""
+    """Return a host's ZeroMQ address, without a port.
+
+    Example:
+        >>> tcp("::1"), tcp("[::1]"), tcp("eth0")
+        ('tcp://[::1]', 'tcp://[::1]', 'tcp://eth0')
+    """
+    host = host.strip("[]")
     return f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
 
 

@@ -188,7 +188,23 @@ def test_a_message_of_too_many_parts_ends_its_connection_alone(monkeypatch):
     together(program, 2)
 
 
-def test_connections_that_say_nothing_are_closed_when_they_are_many(monkeypatch):
+@contextlib.contextmanager
+def no_descriptor_left():
+    """Let this process open nothing more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/dev/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with contextlib.suppress(OSError):
+            while True:
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        yield
+
+
+@pytest.mark.parametrize("exhausted", [False, True])
+def test_connections_that_say_nothing_are_closed_when_they_are_many(exhausted, monkeypatch):
+    """Even if they hold all descriptors that this process may open."""
     monkeypatch.setattr(mesh, "STRANGERS", 4)
 
     def open_ones(held):
@@ -209,6 +225,9 @@ def test_connections_that_say_nothing_are_closed_when_they_are_many(monkeypatch)
             with contextlib.ExitStack() as stack:
                 place = host_and_port(comm.mesh.address)
                 held = [stack.enter_context(socket.create_connection(place)) for _ in range(30)]
+                comm.mesh.advance(0.05)  # until ZeroMQ has accepted them
+                if exhausted:
+                    stack.enter_context(no_descriptor_left())
                 until = time.monotonic() + 6  # before ZeroMQ's own patience with a handshake ends
                 while len(held) > 4 and time.monotonic() < until:
                     comm.mesh.advance(0.05)

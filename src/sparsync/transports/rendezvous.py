@@ -44,8 +44,8 @@ from sparsync.transports.interfaces import (
 
 __all__ = [
     "GlooPlace",
-    "check_places",
     "check_one_interface",
+    "check_places",
     "check_ports",
     "check_sockets",
     "choose_interface",

@@ -9,8 +9,9 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["OWN", "PER_PEER", "require_descriptors"]
 
-# descriptors for the context, its threads, the incoming socket, and the socket that authenticates peers
-OWN: Final = 12
+# descriptors for the context, its threads, the incoming socket, the socket that authenticates peers, and
+# the one reserved for ending connections
+OWN: Final = 13
 # descriptors per peer: the link, both ends of its monitor, the outgoing and the incoming connection
 PER_PEER: Final = 5
 SPARE: Final = 16  # for files, and for connections opened meanwhile by torch

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -136,8 +135,10 @@ class Mesh:
         # neither does its process.  It gets the containers, which are filled later, because ``self``
         # would keep the mesh alive.
         self._patience = _Patience()
+        self._reserved = [os.open(os.devnull, os.O_RDONLY)]  # a descriptor for ``_cut``
+        containers = sockets, self.links, guards, self._reserved
         self.close = weakref.finalize(
-            self, _close, context, sockets, self.links, guards, self._patience, os.getpid()
+            self, _close, context, *containers, self._patience, os.getpid()
         )
         # a link has three sockets: its own and the two ends of its monitor
         context.max_sockets = 8 + 3 * (MOST_MEMBERS if changing else world_size)
@@ -421,16 +422,21 @@ class Mesh:
         ZeroMQ has no call for this, but closes a connection that has ended.  So shut the connection down
         in the kernel, through a second descriptor of the same socket.
         """
+        # take the number that was reserved, because strangers may hold all others that are allowed
         try:
-            twin = network.socket(fileno=os.dup(descriptor))
+            twin = network.socket(fileno=os.dup2(descriptor, self._reserved[0], inheritable=False))
         except OSError:
             return  # it has already ended
-        with twin, suppress(OSError):
+        try:
             # ZeroMQ reports the end of a connection before closing it, and its descriptor number can be
             # reused only after that.  If no end has been reported by now, the twin is that connection.
             self._look_at_incoming()
             if descriptor in self._connected:
                 twin.shutdown(network.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended meanwhile
+        finally:
+            twin.detach()  # the number stays reserved
 
     def lose(self, rank: int, reason: str) -> None:
         """Give up on a rank; receives from it fail from now on."""
@@ -628,6 +634,7 @@ def _close(
     sockets: list[zmq.Socket[Any]],
     links: dict[int, Link],
     guards: list[Doorkeeper],
+    reserved: list[int],
     patience: _Patience,
     pid: int,
 ) -> None:
@@ -650,5 +657,7 @@ def _close(
     for socket in reversed(sockets):
         socket.close()
     context.term()
+    for descriptor in reserved:
+        os.close(descriptor)
     for guard in guards:
         guard.thread.join()

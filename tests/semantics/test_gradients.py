@@ -182,7 +182,8 @@ practice(
     UpdateSpace="works. All ranks raise; weights, residuals and the affected rank's moments are "
     "unchanged. "
     "(tests/unit/test_adam.py::test_update_space_adam_keeps_its_moments_when_a_step_is_refused)",
-    averaging="works. The affected rank raises before its values reach other ranks; "
+    averaging="works. The affected rank raises before its values reach other ranks, also for averaged "
+    "buffers and moments; "
     "`nonfinite='spread'` lets them spread. "
     "(tests/unit/test_averager.py::test_what_is_not_finite_stays_at_home_unless_it_may_spread)",
 )

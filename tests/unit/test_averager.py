@@ -396,22 +396,61 @@ def test_a_model_that_changes_is_refused_but_may_freeze():
 
 
 @pytest.mark.parametrize("rule", ["raise", "spread"])
-def test_what_is_not_finite_stays_at_home_unless_it_may_spread(rule):
+@pytest.mark.parametrize("name", ["0.bias", "1.running_mean", "0.bias (exp_avg)"])
+def test_what_is_not_finite_stays_at_home_unless_it_may_spread(name, rule):
     def program(comm):
-        model = linear()
-        averager = allreduce(model, comm=comm, nonfinite=rule)
+        model = nn.Sequential(linear(), nn.BatchNorm1d(1))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 2)).sum().backward()
+        moments = {"optimizer": optimizer, "moments": "average"}
+        averager = allreduce(model, comm=comm, nonfinite=rule, **moments)
+        optimizer.step()
         averager.step()
+        state = optimizer.state[model[0].bias]
+        own = (model.state_dict() | {"0.bias (exp_avg)": state["exp_avg"]})[name]
         if comm.rank == 1:
-            model.bias.data.fill_(torch.nan)
+            own.fill_(torch.nan)
             if rule == "raise":
-                return "rank 1" in failure(NonFiniteGradientError, averager.step)
+                return f"rank 1: NaN or Inf in '{name}';" in failure(
+                    NonFiniteGradientError, averager.step
+                )
         if rule == "raise":
             failure(PeerError, averager.step)  # the other one has gone
-            return bool(model.bias.isfinite())
+            return bool(own.isfinite())
         averager.step()
-        return not model.bias.isfinite()
+        return not own.isfinite()
 
     assert together(program, 2) == [True, True]
+
+
+def test_a_local_buffer_that_is_not_finite_is_not_averaged_at_the_end():
+    def program(comm):
+        model = nn.BatchNorm1d(1)
+        averager = allreduce(model, comm=comm, buffers="local")
+        averager.step()
+        model.running_var.fill_(torch.inf if comm.rank else 2.0)
+        if comm.rank:
+            return "in 'running_var'" in failure(NonFiniteGradientError, averager.finish)
+        failure(PeerError, averager.finish)
+        return float(model.running_var) == 2
+
+    assert together(program, 2) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_the_lowest_number_is_not_averaged(dtype):
+    """Its sum over the ranks would be -Inf."""
+
+    def program(comm):
+        model, lowest = linear(), torch.finfo(dtype).min
+        model.register_buffer("mask", torch.full((4,), lowest, dtype=dtype))
+        averager = allreduce(model, comm=comm)
+        for _ in range(2):
+            averager.step()
+        averager.finish()
+        return averager._binding.left_out, model.mask.tolist() == [lowest] * 4
+
+    assert together(program, 2) == [(["mask"], True)] * 2
 
 
 def test_without_a_model_there_is_no_step():
@@ -531,7 +570,9 @@ def test_a_state_of_a_run_in_which_a_buffer_was_finite_or_not_is_refused_by_its_
     saved = averager(first).state_dict()
     averager(first).load_state_dict(saved)
     words = failure(ConfigurationError, averager(then).load_state_dict, saved)
-    assert "buffer 'lowest' held NaN or Inf when " in words and "as it was when" in words
+    assert (
+        "buffer 'lowest' held NaN, Inf or huge numbers when " in words and "as it was when" in words
+    )
     assert ("the saved run made" in words) == (first == torch.inf)
 
 

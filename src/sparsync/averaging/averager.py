@@ -101,15 +101,16 @@ class Averager(Stateful):
             used.
         comm: the communicator; by default ``sparsync.connect()``.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
-            "local" until ``finish`` averages them.  Buffers that hold Inf (masks) and integer buffers
-            always stay local until then; ``finish`` takes the latter from rank 0.  Buffers that
+            "local" until ``finish`` averages them.  Buffers that hold Inf or ``torch.finfo(dtype).min``
+            (masks) and integer buffers always stay local until then; ``finish`` takes the latter from
+            rank 0.  Buffers that
             ``state_dict`` leaves out (``persistent=False``) are never touched.
         optimizer: the optimizer to whose state ``moments`` applies.
         moments: tensors of the optimizer's state with their parameter's shape stay "local" (even after
             ``finish``) or "average" with the parameters; "reset" drops the whole state whenever an
             average is taken.  Step counts are never sent.
-        nonfinite: NaN or Inf in a rank's parameters "raise" an error on that rank, or "spread" to
-            other ranks.
+        nonfinite: NaN or Inf in a rank's parameters, averaged buffers or averaged moments "raise" an
+            error on that rank, which names the tensor, or "spread" to other ranks.
         unknown: any other options, which are refused with a list of the valid ones.
 
     Attributes:
@@ -339,8 +340,8 @@ class Averager(Stateful):
         for name in sorted(other):
             runs = ("this run", "the saved one") if name in here else ("the saved run", "this one")
             raise ConfigurationError(
-                f"buffer '{name}' held NaN or Inf when {runs[0]} made its averager, which leaves such "
-                f"buffers out, and was finite in {runs[1]}; make the averager from a model in "
+                f"buffer '{name}' held NaN, Inf or huge numbers when {runs[0]} made its averager, which "
+                f"leaves such buffers out, and did not in {runs[1]}; make the averager from a model in "
                 "which that buffer is as it was when the saved run began"
             )
 

@@ -113,7 +113,8 @@ class Binding:
 
     Attributes:
         initial: the vector when the binding was made; None if ranks start with different models.
-        left_out: buffers that are not averaged because they held NaN or Inf when the binding was made.
+        left_out: buffers that are not averaged because, when the binding was made, they held NaN, Inf or
+            numbers too large to be summed over the ranks.
     """
 
     def __init__(
@@ -139,7 +140,11 @@ class Binding:
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
         # decided once, before training, because a buffer that gets Inf later is broken, not a mask
-        self._averaged = set(averaged_buffers(model) if buffers == "average" else ())
+        self._averaged = {
+            name
+            for name in averaged_buffers(model)
+            if buffers == "average" and _sums(model.get_buffer(name), comm.world_size)
+        }
         floating = [n for n, b in saved_buffers(model).items() if b.is_floating_point()]
         self.left_out = [n for n in floating if buffers == "average" and n not in self._averaged]
         ruled = self._ruled(self._tensors())
@@ -205,7 +210,7 @@ class Binding:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return the model as a new vector; refuse NaN or Inf in trained parameters unless allowed."""
+        """Return the model as a new vector; refuse NaN or Inf in it unless allowed."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
         # the first piece is empty, because a model may have no parameters
@@ -214,16 +219,19 @@ class Binding:
             piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
             pieces.append(piece.reshape(-1))
         vector = torch.cat(pieces)
-        # one pass, and one wait for a GPU; a model whose sum overflows is broken even if its
-        # elements are finite
-        trained = sum(parameter.numel() for parameter in self.trained.values())
-        if self.nonfinite == "raise" and not vector[:trained].sum().isfinite():
-            raise NonFiniteGradientError(
-                f"rank {self.comm.rank}: NaN or Inf in the parameters; they were not averaged, and "
-                "other ranks' models are clean; load a checkpoint, or average them anyway with "
-                "nonfinite='spread'"
-            )
+        # one pass, and one wait for a GPU
+        if self.nonfinite == "raise" and not vector.sum().isfinite():
+            # a tensor whose sum overflows is broken even if its elements are finite
+            for name, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
+                self._check_finite(name, piece)
         return vector
+
+    def _check_finite(self, name: str, tensor: Tensor) -> None:
+        if not tensor.sum().isfinite():
+            raise NonFiniteGradientError(
+                f"rank {self.comm.rank}: NaN or Inf in '{name}'; it was not averaged, and other ranks' "
+                "models are clean; load a checkpoint, or average it anyway with nonfinite='spread'"
+            )
 
     @torch.no_grad()
     def write_(self, vector: Tensor) -> None:
@@ -293,7 +301,8 @@ class Binding:
     async def settle(self, comm: Communicator) -> None:
         """Make the model's other tensors equal on all ranks; tensors that are equal stay untouched.
 
-        Floating-point tensors become their mean; others take the value of the first rank of ``comm``.
+        Floating-point tensors become their mean, and must be finite unless they are ``left_out`` or
+        ``nonfinite`` is "spread"; others take the value of the first rank of ``comm``.
 
         Cost: as ``divergences``, plus an allreduce or allgather for each tensor that differs.
         """
@@ -303,6 +312,8 @@ class Binding:
         for torn in await divergences(comm, rest):
             tensor = rest[torn.name]
             if tensor.is_floating_point():
+                if self.nonfinite == "raise" and torn.name not in self.left_out:
+                    self._check_finite(torn.name, tensor)
                 wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
                 total = await comm.allreduce(tensor.to(wide).reshape(-1), "settle")
                 tensor.copy_((total / comm.world_size).view(tensor.shape))
@@ -383,6 +394,16 @@ class Binding:
         """Return a parameter's moments."""
         state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
         return _moments_in(state, parameter)
+
+
+def _sums(buffer: Tensor, world_size: int) -> bool:
+    """Return whether sums over the buffer and over ranks' models are finite.
+
+    They are not if an attention mask holds ``torch.finfo(dtype).min`` instead of -inf.
+    """
+    wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
+    # one model more, as Wagma adds a late rank's own
+    return bool((wide.abs().sum() * (world_size + 1)).isfinite())
 
 
 def _moments_in(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from sparsync.errors import ConfigurationError, PeerError
 from sparsync.published.baselines.eager import EagerSgd
-from sparsync.published.wagma.agents import Agent, Header, Kind, round_of
+from sparsync.published.wagma.agents import Agent, Header, Kind, finish_of, round_of
 from sparsync.published.wagma.scheme import ModelRounds
 from sparsync.transports.actors import Actor, Host
 from sparsync.transports.groups import SoloCommunicator, Subgroup
@@ -75,6 +75,35 @@ def test_who_begins_an_ended_round_anew_is_given_its_result():
     assert Kind.RESULT in deliver(agents)
     assert torch.equal(first[0].result.total, second[0].result.total)
     assert first[0].result.models == 2
+
+
+@pytest.mark.parametrize("deadline", [None, 1.0])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_finish_that_another_rank_has_passed_fails_on_both(late, deadline):
+    """Rank 0 is in ``finish`` after one step, and rank 1 in its second step, in either order."""
+    agents = make(2, deadline=deadline)
+    arrive(agents[0], 0, 1), arrive(agents[1], 0, 3)
+    deliver(agents)
+
+    def finish():
+        agents[0].arrive(finish_of(1, -1), torch.ones(4), lambda answer: None)
+        deliver(agents)
+
+    def step():
+        arrive(agents[1], 1, 5)
+        deliver(agents)
+
+    first, last = (finish, step) if late else (step, finish)
+    first()  # and if rank 1 is first, rank 0 takes part in its round
+    words = (
+        r"in finish\(\) after 1 local steps, but others have done 2; the ranks are not in the same"
+    )
+    with pytest.raises(PeerError, match=words):
+        last()
+    failed = 1 if late else 0
+    told = [message for dest, message in agents[failed].host.sent if dest == 1 - failed]
+    with pytest.raises(PeerError, match=words):
+        agents[1 - failed].receive(failed, told[-1])
 
 
 @pytest.mark.parametrize("world_size", [2, 5])

@@ -481,6 +481,24 @@ def test_a_closed_averager_says_so_at_once(name):
     together(program, 2)
 
 
+@pytest.mark.parametrize("steps", [(3, 3, 3, 5), (3, 2, 3, 3)])
+@pytest.mark.parametrize("name", ["wagma", "eager-solo", "allreduce"])
+def test_a_finish_after_unequal_numbers_of_steps_is_refused_at_once(name, steps):
+    def program(comm):
+        averager = SCHEMES[name](linear(), comm=comm)
+
+        def train():
+            for _ in range(steps[comm.rank]):
+                averager.step()
+            averager.finish()
+
+        words = failure(PeerError, train)
+        averager.close()
+        return words
+
+    assert any("the ranks are not in the same call" in words for words in together(program, 4))
+
+
 def test_two_averagers_whose_agents_need_one_communicator_are_told():
     def program(comm):
         first, second = (SCHEMES["wagma"](linear(seed), comm=comm) for seed in (0, 1))

@@ -200,7 +200,8 @@ class Averager(Stateful):
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the model that all ranks share after ``step`` steps; by default, this is the mean."""
-        return await mean(comm, vector)
+        # a phase of its own: a rank that is one step behind must not take part in an average
+        return await mean(comm, vector, "finish")
 
     def survivors(self, comm: Communicator) -> Communicator:
         """Return the ranks that have not been left out; by default, these are all ranks."""
@@ -430,9 +431,9 @@ def at_least_1(scheme: str, **values: int | None) -> None:
         require(whole, f"{scheme}: {name} is {value!r}; give a whole number, at least 1")
 
 
-async def mean(comm: Communicator, vector: Tensor) -> Tensor:
+async def mean(comm: Communicator, vector: Tensor, phase: str = "average") -> Tensor:
     """Average a vector over all ranks."""
-    return await comm.allreduce(vector, "average") / comm.world_size
+    return await comm.allreduce(vector, phase) / comm.world_size
 
 
 @final

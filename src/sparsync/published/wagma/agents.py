@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sparsync.averaging.averager import Companion
+from sparsync.errors import PeerError
 from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.driver import Finished, Operation, Task
@@ -104,6 +105,7 @@ class Kind(IntEnum):
     VIEW = 6  # news about the present ranks
     # to a rank that was left out: the present ranks and the last common sum; number: models in the sum
     WELCOME = 7
+    APART = 8  # ranks are in different calls; version: that of a ``finish``; number: others' local steps
 
 
 class Header(NamedTuple):
@@ -279,6 +281,7 @@ class Agent(Companion):
         """Continue with ``version`` after a round whose result all ranks have."""
         self._last = self._common = result  # common: the last result that all ranks waited for
         self._arrived = self._published = result.version
+        self._concluded = result.version  # the last ``finish``, or a result that replaces it
         self.version = version
 
     @property
@@ -297,6 +300,8 @@ class Agent(Companion):
         if self._welcome is not None:
             self._answer(self._welcome)
             return
+        for asked in {version, *(asked for asked, _, _ in self._mail)}:
+            self._check_passed(asked, arriving=version)
         self._published = version
         self.rounds.publish(vector)
         if version <= self._last.version:
@@ -328,6 +333,8 @@ class Agent(Companion):
         if not self._is_present(source):
             self._readmit(source)
             return
+        if header.kind in (Kind.DATA, Kind.PING):
+            self._check_passed(header.version)
         match header.kind:
             case Kind.ACTIVATE:
                 # pass it on even if this rank has already ended the round
@@ -352,6 +359,27 @@ class Agent(Companion):
                 self._merge(body.clone().view(torch.int64).tolist())
             case Kind.WELCOME:
                 self._on_welcome(header, body)
+            case Kind.APART:
+                raise self._apart(header.version, header.number)
+
+    def _check_passed(self, version: int, arriving: int = -1) -> None:
+        """Fail on all ranks if a rank is in a ``finish`` that this rank has passed without ending it."""
+        under_way = self.version if self._attempt is not None else -1
+        newest = max(arriving, self._arrived, self._last.version, under_way)
+        # a rank that was left out may also be in a call that the others never made
+        if is_finish(version) and self._concluded < version < newest and self._view == 0:
+            done = step_of(newest + 1)
+            for peer in self.present:
+                if peer != self.host.rank:
+                    self.post(peer, Header(Kind.APART, done, version).pack())
+            raise self._apart(version, done)
+
+    def _apart(self, version: int, done: int) -> PeerError:
+        where = f"rank {self.host.rank}, local step {step_of(self.version)}, phase 'average'"
+        return PeerError(
+            f"{where}: some ranks are in finish() after {step_of(version)} local steps, but others have "
+            f"done {done}; the ranks are not in the same call: give all ranks the same number of steps"
+        )
 
     def _values(self, body: Tensor) -> Tensor:
         return body.clone().view(self._common.total.dtype)  # aligned: a body may start at any byte
@@ -430,6 +458,8 @@ class Agent(Companion):
         if self._waits_for_all(result.version) and result.models == len(self.present):
             self._common = result
         self._last = result
+        if is_finish(result.version):
+            self._concluded = result.version
         self.version = round_of(step_of(result.version + 1))
         self._mail = {key: mail for key, mail in self._mail.items() if key[0] > result.version}
         self._told = {v: told for v, told in self._told.items() if v > result.version - _REMEMBERED}

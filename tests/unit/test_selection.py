@@ -16,6 +16,7 @@ from sparsync.published.oktopk import reuse as reused
 from sparsync.selection import Blockwise, Exact, Sampled
 from sparsync.selection.sampled import SampledState
 from sparsync.selection.selector import largest
+from sparsync.units import plan_units
 
 from .selection_inputs import INF, NAMES, NAN, inputs
 from .strategies import FLOATS, dense_tensors, same, same_vector
@@ -302,7 +303,11 @@ def block_by_block(accumulated, entries: int, block: int) -> SparseVector:
     size, parts = accumulated.numel(), []
     for start in range(0, size, block):
         piece = accumulated[start : start + block]
-        of_this = entries if piece.numel() == block else max(entries * piece.numel() // block, 1)
+        of_this = (
+            entries
+            if piece.numel() == block
+            else max(math.floor(entries * piece.numel() / block + 0.5), 1)
+        )
         top = SparseVector.from_dense(piece).top(of_this)
         parts.append(top.embed(start, size))
     return SparseVector.join(parts) if parts else SparseVector.empty(size, accumulated)
@@ -321,9 +326,25 @@ def test_without_entries_a_block_gives_its_part_of_k(accumulated, block, k):
     size = accumulated.numel()
     selected = Blockwise(block=block).select(accumulated, k, 0)
     if size:
-        entries = min(-(-k * block // size), block)
-        same_vector(selected, block_by_block(accumulated, entries, block))
+        enough = (
+            e for e in range(1, block + 1) if math.floor(e * size / block + 0.5) >= min(k, size)
+        )
+        same_vector(selected, block_by_block(accumulated, next(enough), block))
     assert selected.nnz <= k + -(-size // block)
+
+
+@pytest.mark.parametrize("block", [512, 500])
+@pytest.mark.parametrize("entries", [1, 4, 16])
+@pytest.mark.parametrize("size", [3, 256, 512, 5_000, 20_000, 1_000_448, 1_000_700, 1_000_720])
+def test_a_density_of_whole_entries_per_block_selects_as_many(size, entries, block):
+    """ "The 4 largest of 512", although k, the part of the whole layer, is rounded."""
+    (unit,) = plan_units([("w", torch.empty(size, device="meta"))])
+    k = unit.entries(entries / block)
+    accumulated = torch.rand(size, generator=torch.Generator().manual_seed(0)) + 1
+    selected = Blockwise(block=block).select(accumulated, k, 0)
+    counts = torch.bincount(selected.indices // block)
+    assert counts[: size // block].unique().tolist() == [entries] * (size >= block)
+    assert k <= selected.nnz <= k + 1
 
 
 # ---- sampled ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from sparsync.errors import require
 from sparsync.selection.selector import Selector
 from sparsync.sparse import SparseVector
 
-__all__ = ["Blockwise"]
+__all__ = ["Blockwise", "per_block", "share"]
 
 _MOST = 2**31 - 1  # largest block, in elements
 
@@ -22,13 +22,15 @@ class Blockwise(Selector):
     """Selects the ``entries`` of largest magnitude from every ``block`` consecutive elements.
 
     A block with fewer nonzero elements contributes fewer; ties go to the lower index.  The last, shorter
-    block contributes its share of ``entries``, rounded down, but at least one.  The number of selected
-    entries is therefore determined by n, not by k.  With ``entries=None``, it is at least ``min(k, n)``
-    and may exceed k by one per block; a collective with a cap of 1 then takes the largest k.
+    block contributes its share of ``entries``, rounded, but at least one.  The number of selected
+    entries is therefore determined by n, not by k.  With ``entries=None``, it is at least ``min(k, n)``.
+    At a density that is a whole number of entries per block, it exceeds k by at most one, because the
+    last block's share is rounded; otherwise, it may exceed k by one per block.  A collective with a cap
+    of 1 then takes the largest k.
 
     Args:
-        entries: entries per block; by default ``ceil(k block / n)``.  If k is 0, no entry is
-            selected.
+        entries: entries per block; by default the smallest number that selects k (``per_block``).  If k
+            is 0, no entry is selected.
         block: elements per block (SparCML's bucket; 512 in its sections 8.3 and 8.4).
 
     Cost: a partial sort of every block, all at once.   State: none.
@@ -57,17 +59,39 @@ class Blockwise(Selector):
         size, block = accumulated.numel(), self.block
         if k <= 0 or size == 0:
             return SparseVector.empty(size, accumulated)
-        entries = self.entries or min(-(-k * block // size), block)
+        entries = self.entries or per_block(k, size, block)
         whole = size - size % block
         keys = kernels.magnitude_keys(accumulated)
         # all whole blocks are rows of one matrix, so one call sorts them; the remaining elements
         # are a separate row
         masks = [_largest(keys[:whole].view(-1, block), entries).flatten()]
         if whole < size:
-            part = max(entries * (size - whole) // block, 1)
+            part = max(share(entries, size - whole, block), 1)
             masks.append(_largest(keys[whole:].view(1, -1), part).flatten())
         indices = torch.cat(masks).nonzero().flatten()
         return SparseVector(indices, accumulated[indices], size)
+
+
+def share(entries: int, size: int, block: int) -> int:
+    """Return the entries of ``size`` elements if each block has this many: rounded, half up.
+
+    Example:
+        >>> share(4, 512, 512), share(4, 700, 512), share(1, 256, 512)
+        (4, 5, 1)
+    """
+    return (2 * entries * size + block) // (2 * block)
+
+
+def per_block(k: int, size: int, block: int) -> int:
+    """Return the smallest number of entries per block, at most all, of which ``size`` elements get k.
+
+    k is itself rounded: 4 of 512 is k = 7818 of 1,000,700 elements, and 7818 of them is 4 per block.
+
+    Example:
+        >>> per_block(7818, 1_000_700, 512), per_block(7819, 1_000_700, 512)
+        (4, 5)
+    """
+    return min(-(-(2 * k - 1) * block // (2 * size)), block)
 
 
 def _largest(keys: Tensor, entries: int) -> Tensor:

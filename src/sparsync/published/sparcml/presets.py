@@ -13,7 +13,7 @@ from sparsync.algorithm import Algorithm
 from sparsync.collectives.costs import Job
 from sparsync.errors import require
 from sparsync.published.sparcml.collectives import Dynamic
-from sparsync.selection import Blockwise
+from sparsync.selection.blockwise import Blockwise, per_block, share
 from sparsync.wire import Qsgd, SparseQsgd, StreamCodec
 
 __all__ = ["DECIDED", "EXCHANGES", "SPARCML_SETTINGS", "sparcml"]
@@ -81,8 +81,8 @@ def sparcml(
 
     def calls(job: Job) -> tuple[int, Job]:
         """Treat the whole job as one layer, to which all blocks contribute equally many entries."""
-        per_block = min(-(-int(job.k) * block // job.size), block)
-        return 1, job._replace(k=max(job.k, per_block * job.size // block))
+        entries = per_block(round(job.k), job.size, block)
+        return 1, job._replace(k=max(job.k, share(entries, job.size, block)))
 
     return Algorithm(
         "sparcml",

@@ -640,21 +640,32 @@ NUMBERS = {
 }
 
 
-def test_groups_of_a_size_that_does_not_divide_the_ranks_are_told(capsys):
+@pytest.mark.parametrize(
+    ("ranks", "asked", "size", "most", "sizes"),
+    [
+        (4, 3, 3, 4, "4 ranks\n"),
+        (5, 3, 3, 3, "2 or 3 ranks, which end at different times and so use stale models\n"),
+        (5, None, 2, 3, "2 or 3 ranks, which end"),  # the default
+        (3, 3, 3, 3, None),
+        (4, None, 2, 2, None),
+    ],
+)
+def test_groups_of_a_size_that_does_not_divide_the_ranks_are_told(
+    ranks, asked, size, most, sizes, capsys
+):
     def program(comm):
         model = linear()
-        with SCHEMES["wagma"](model, comm=comm, group_size=3) as averager:
+        with SCHEMES["wagma"](model, comm=comm, group_size=asked) as averager:
             for _ in range(2):
                 averager.step()
             comm.everyone.wait()  # no rank waits for an agent any more
             return averager.stats()
 
-    for ranks, sizes, most in ((4, "4 ranks", 4), (5, "2 or 3 ranks", 3), (3, None, 3)):
-        for numbers in together(program, ranks):
-            assert numbers["group_size"] == most
-        said = capsys.readouterr().err
-        told = f"group_size=3 does not divide {ranks} ranks: groups of {sizes}"
-        assert said.count("does not divide") == bool(sizes) and (sizes is None or told in said)
+    for numbers in together(program, ranks):
+        assert numbers["group_size"] == most
+    said = capsys.readouterr().err
+    told = f"group_size={size} does not divide {ranks} ranks: groups of {sizes}"
+    assert said.count("does not divide") == bool(sizes) and (sizes is None or told in said)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))

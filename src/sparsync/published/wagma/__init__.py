@@ -100,6 +100,10 @@ ever waited, it would take 5.5::
 
     print(f"{train(lambda: LocalSgd(period=1)):.1f}, {train(lambda: Wagma(sync_period=10)):.1f}")
 
+The price is paid in updates.  A model that is only slightly late is stale as well, and undoes part of its
+group's progress: if the steps of eight ranks vary by 1 %, 65 % of the updates count in the mean of all
+models (``benchmarks/averaging-convergence.md``).  With ``grouping="synchronous"``, all of them count.
+
 On local processes, one of which is late on every step.  The table shows the mean time per step; the
 caption says how long ranks waited and how many models were stale.  In your own training,
 ``Averager.stats`` returns these numbers::
@@ -152,9 +156,9 @@ Differs from the paper
 ----------------------
 
 * **P and S** may be any numbers, because few jobs have a power of two of ranks.  If S does not divide P,
-  group sizes differ by one.  For powers of two, the groups are those of Algorithm 1, read as ``mask = 1
-  << shift``.  As printed, a mask that is already shifted is shifted again, which does not reproduce the
-  paper's own examples.
+  group sizes differ by one; such groups end at different times, which makes models stale.  For powers
+  of two, the groups are those of Algorithm 1, read as ``mask = 1 << shift``.  As printed, a mask that is
+  already shifted is shifted again, which does not reproduce the paper's own examples.
 * **A late rank that finds no newer result keeps its model.**  It uses each result only once, because
   the result would otherwise count twice.  A rank that is late by several averages publishes once and
   uses only the newest result; Algorithm 2 has one average per step.

@@ -92,6 +92,9 @@ class Wagma(Accompanied):
     A rank that is late by several averages publishes once and uses only the newest result.  No model is
     older than its rank's contribution to the last global average, so none is tau steps old.
 
+    A stale model undoes part of its group's progress, so any jitter costs about a third of the updates
+    (``benchmarks/averaging-convergence.md``); ``grouping="synchronous"`` keeps them all.
+
     Args:
         group_size: S; default: about sqrt(P) (``default_group_size``).  If S does not divide P, group
             sizes differ by one.  With 1 there are only global averages, which is local SGD.
@@ -188,8 +191,12 @@ class Wagma(Accompanied):
         )
         speaks = self._binding is not None and comm.rank == 0
         least, most = _sizes(comm.world_size, size)
-        if speaks and self.group_size is not None and (least, most) != (size, size):
-            sizes = f"{least} or {most} ranks" if least < most else f"{most} ranks"
+        if speaks and (least, most) != (size, size):
+            sizes = f"{most} ranks"
+            if least < most:
+                sizes = (
+                    f"{least} or {most} ranks, which end at different times and so use stale models"
+                )
             say(f"group_size={size} does not divide {comm.world_size} ranks: groups of {sizes}")
         if speaks and self.sync_period is None:
             say(f"sync_period=None: {_GIVEN_UP[self.staleness]}")

@@ -182,6 +182,23 @@ def test_no_collective_beats_lemma_5_1(overlap, world_size):
         )
 
 
+def test_lemma_5_2_counts_indices():
+    """Two ranks with disjoint entries receive fewer values than delta, but more words."""
+    size, k = 10_000, 2_600
+
+    async def program(comm):
+        mine = torch.zeros(size)
+        mine[comm.rank * k : (comm.rank + 1) * k] = 1.0
+        await RecursiveDoubling().reduce(comm, SparseVector.from_dense(mine), k, step=0)
+        parts = comm.ledger.total().sent_parts  # the other rank receives them
+        return parts.value / WORD_BYTES, (parts.value + parts.index) / WORD_BYTES
+
+    delta = sum_bound_words(Job(size, k, 2, result=2 * k))
+    for values, words in simulate(program, 2).results:
+        assert values == lemma_5_1_words(k, 2, disjoint=True) == 2_600
+        assert values < delta == 5_000 < words == 5_200
+
+
 @pytest.mark.parametrize("world_size", POWERS)
 def test_dense_results_cannot_beat_lemma_5_2(world_size):
     """Once the result exceeds delta, delta words must be received."""

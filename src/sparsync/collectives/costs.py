@@ -172,8 +172,9 @@ def expected_union(k: float, size: int, ranks: int) -> float:
 
 # ---- lower bounds -----------------------------------------------------------------------------------
 #
-# Theorem 3.1 counts two words of 4 bytes per entry (coo); the lemmas count one, the value.  A format with
-# shorter indices or values, like packed, may go below a bound.
+# Theorem 3.1 counts two words of 4 bytes per entry (coo), Lemma 5.1 one, the value.  Lemma 5.2 counts two
+# per entry and one per element of a dense message.  A format with shorter indices or values, like packed,
+# may go below a bound.
 
 
 def lower_bound_words(k: float, world_size: int) -> float:
@@ -203,12 +204,13 @@ def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> fl
 
 
 def sum_bound_words(job: Job) -> float:
-    """Return SparCML's Lemmas 5.1 and 5.2: no lossless sum moves fewer values per rank.
+    """Return SparCML's Lemmas 5.1 and 5.2: no lossless sum moves fewer words per rank.
 
-    ``k + K (P - 2) / P`` for a sum of K entries, averaged over ranks: an index that c ranks hold takes
-    c - 1 transfers to be summed and P - 1 to be distributed.  The two cases of Lemma 5.1 are K = k and
-    K = k P; the paper states no bound for values in between.  If the sum is dense, the bound is delta
-    words, where delta is the number of entries above which a vector is dense (Lemma 5.2).
+    ``k + K (P - 2) / P`` values for a sum of K entries, averaged over ranks: an index that c ranks hold
+    takes c - 1 transfers to be summed and P - 1 to be distributed.  The two cases of Lemma 5.1 are K = k
+    and K = k P; the paper states no bound for values in between.  If the sum is dense, the bound is delta
+    words, which include the indices of entries sent in COO; delta is the number of entries above which a
+    vector is dense (Lemma 5.2).
 
     Example:
         >>> [sum_bound_words(Job(10**6, 1000, 8, result=K)) for K in (8000, 1000)]

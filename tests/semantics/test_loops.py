@@ -335,16 +335,21 @@ def test_dropped_gradients(column):
     "a pass that one rank does alone (`find_executable_batch_size`)",
     attach="works. Use `no_sync()`; otherwise, the pass waits for the other ranks, as under plain "
     "DDP.",
+    updates=f"{_COUNTED} Before the first step of a DDP model use `no_sync()`, as under plain DDP, which "
+    "makes its buckets anew in the second pass of all ranks.",
     local=_COUNTED,
 )
 def test_a_pass_of_one_rank(column, folder):
+    """Before the first step, and directly after a load, ranks have yet to compare how they begin."""
+
     def iteration(training, step):
-        if (
-            step == STEPS - 1 and here() == 0
-        ):  # DDP makes its buckets anew in the second pass of all
-            with quiet(training, column):
+        if step == STEPS - 1:
+            resume(training)
+        if step in (0, STEPS - 1) and here() == 0:
+            with training.called.no_sync() if training.attaches else nullcontext():
                 mean_square(training.called, 9, 0).backward()
             training.optimizer.zero_grad()
+        dist.barrier()
         mean_square(training.called, step, here()).backward()
 
     def resume(training):

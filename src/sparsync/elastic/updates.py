@@ -151,6 +151,7 @@ class PresentUpdateRanks(UpdateRanks):
     """
 
     membership: Membership
+    asked = False
 
     def __init__(
         self,

@@ -73,9 +73,11 @@ class UpdateRanks(ABC):
 
     Attributes:
         membership: this rank's, which lets it leave.
+        asked: whether ranks ask each other about their start, for which all must meet.
     """
 
     membership: Presence
+    asked = True
 
     @abstractmethod
     def before_forward(self, step: Callable[[], None]) -> None:
@@ -212,6 +214,7 @@ class UpdateSync(Handle):
         # that have not stepped in the current iteration, so their parameters hold former gradients
         self._resting = set(own.outer.optimizers)
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
+        self._noted: tuple[Tensor | None] | None = None  # see ``_note_start``
         self._moments: list[Moments] = []  # those loaded, until the first step after a load
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
@@ -295,6 +298,18 @@ class UpdateSync(Handle):
             if self.outer.begins_last(self.outer.steps):
                 noise.hold(optimizer)
 
+    def _note_start(self) -> None:
+        """Before the first step, note the weights with which this rank begins, before it sees a batch.
+
+        SAM, and layers that initialise on the first batch, change weights themselves.  Other ranks are
+        asked later (``_check_start``), because a rank may do passes alone, as to find its batch size.
+        """
+        if not self._ranks.asked:
+            self._check_start()  # at once, because a rank that is refused must not join
+        elif self._begins and (self._noted is None or self._changes.replaced()):
+            self._noted = (self._loaded_start(),)
+            self._changes.remember()
+
     def _check_start(self) -> None:
         """Before the first step, begin from weights loaded after ``attach``, if all ranks loaded them.
 
@@ -308,7 +323,7 @@ class UpdateSync(Handle):
             self._ranks.check_together(comms, self._check_moments)
             since = "the handle's state"
         loaded, outer = self._loaded_start(), self.outer
-        self._begins, self._moments, end = False, [], outer.layout.end
+        self._begins, self._noted, self._moments, end = False, None, [], outer.layout.end
         begins = outer.memory["shared"] if loaded is None else loaded
         if self._ranks.begin_together(comms, loaded is not None, begins[:end], since):
             outer.begin_again(begins)
@@ -400,12 +415,8 @@ class UpdateSync(Handle):
             run(self.outer.resume())
         self._weights.reshard()
         if self.outer.optimizers:
-            # Ranks are asked before the batch is seen, because SAM, and layers that initialise on
-            # the first batch, change weights themselves. But a compiled graph cannot send messages,
-            # and pipeline stages wait for each other in their forward passes, so these are asked
-            # before the step.
-            if self._inner is None and not torch.compiler.is_compiling():
-                self._check_start()
+            if not torch.compiler.is_compiling():  # otherwise the step notes them
+                self._note_start()
         elif self._begins:
             # ``step`` would be too late: the user calls it after the optimizer's step
             self._begins = False
@@ -598,6 +609,9 @@ class UpdateSync(Handle):
         """Return the shared weights with which this rank begins, if it has loaded any since attach."""
         if not self._begins:
             return None
+        # weights that were replaced since, as by a checkpoint, are noted anew
+        if self._noted is not None and not self._changes.replaced():
+            return self._noted[0]
         own, shared = self.outer.read(self._weights), self.outer.memory["shared"]
         end = self.outer.layout.end
         # buffers, which lie beyond the end, have seen a batch since, and are averaged anyway
@@ -774,7 +788,7 @@ class UpdateSync(Handle):
         self._count_ranks()
         self._before = None
         self._count_for_node()
-        self._begins = self._resumed = True
+        self._begins, self._resumed, self._noted = True, True, None
         self._moments = [one.state for one in self.outer.optimizers]
         self._differs = False
         self._changes.remember()

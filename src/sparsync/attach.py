@@ -184,6 +184,14 @@ def attach(
     if isinstance(model, nn.Module):
         check_steps_some(optimizers, model)
     carried, watched = transport or Transport(), monitoring or Monitoring()
+    world = carried.world
+    if isinstance(model, DistributedDataParallel):
+        require(
+            world is None,
+            "Transport(world=...) is for models without DDP, which knows its own ranks; omit it",
+        )
+        if elastic is None:  # which refuses DDP
+            carried = replace(carried, world=model.process_group)
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
     if disabled():
         from sparsync.not_attached import leave_dense
@@ -216,7 +224,8 @@ def attach(
         why_so = [text for text in (why, treatment, said_of_size(algorithm, outer)) if text]
     else:
         why_so = [why] if why else []
-    if why_so and dist.is_initialized() and dist.get_rank() == 0:
+    first = not dist.is_initialized() or dist.get_rank(carried.world) == 0
+    if why_so and dist.is_initialized() and first:
         say(f"exchanges {chosen}: {'; '.join(why_so)}")
     if elastic is not None and replicate is not None:
         raise ConfigurationError(
@@ -251,7 +260,7 @@ def attach(
     corrects = resolved.name in PRESETS and PRESETS[resolved.name].corrects
     for one in optimizers:
         check_optimizer(one, correction, sparse=sparse and "dense" not in resolved.name)
-    if likely <= _LATE and corrects and not (dist.is_initialized() and dist.get_rank()):
+    if likely <= _LATE and corrects and first:
         _warn_of_momentum(resolved.name, optimizers, correction)
     # the user's settings take precedence over the algorithm's
     completed = replace(
@@ -265,7 +274,7 @@ def attach(
 
         return attach_elastic(model, optimizers, options, elastic)
     if replicate is None:
-        if given.schedule is not None or carried.world or not given.overlap:
+        if given.schedule is not None or world or not given.overlap:
             raise ConfigurationError(
                 "Compression(schedule=..., overlap=False) and Transport(world=...) are for models "
                 "without DDP; give replicate= as well, or omit them"

@@ -22,7 +22,7 @@ from sparsync.gradients.ddp import check_ddp
 from sparsync.gradients.steps import GradientSteps
 from sparsync.gradients.sync import GradientSync, Source
 from sparsync.handle import Handle, Hook, make_engine
-from sparsync.options import DISABLE, Options, say_on_rank_0
+from sparsync.options import DISABLE, Options
 from sparsync.presets import resolve
 from sparsync.transports.agree import agree
 from sparsync.transports.driver import run
@@ -57,7 +57,7 @@ def leave_dense(
         raise ConfigurationError(f"{_SAYS}, but {reason}; unset it, or wrap the model in DDP")
     check_ddp(model)
     applied = "" if options.correction is None else "; correction= is not applied"
-    say_on_rank_0(f"{_SAYS}; DistributedDataParallel exchanges whole gradients{applied}")
+    options.tell(f"{_SAYS}; DistributedDataParallel exchanges whole gradients{applied}")
     groups = Groups(model.process_group, **options.transport.waits)
     try:
         # checkpoints need a communicator, because ranks write and read them together

@@ -46,7 +46,6 @@ __all__ = [
     "Options",
     "Transport",
     "disabled",
-    "say_on_rank_0",
 ]
 
 DISABLE = "SPARSYNC_DISABLE"  # an environment variable: 1 leaves the exchange to DDP
@@ -133,7 +132,7 @@ class Transport:
             launcher started on it; with "links", a node is a site, found by measuring all links at
             ``attach``; or give a mesh (nodes, ranks of a node).
         world: without DDP, the ranks that train the model together, and refuse steps together; None
-            for all ranks.
+            for all ranks.  ``attach`` takes DDP's own.
         connect_timeout: seconds that ``attach`` may take to open the connections between ranks.
     """
 
@@ -234,6 +233,11 @@ class Options:
     transport: Transport
     monitoring: Monitoring
     decided: str = ""
+
+    def tell(self, line: str) -> None:
+        """Print a line on the first of the ranks that train the model together."""
+        if dist.get_rank(self.transport.world) == 0:
+            say(line)
 
     def for_size(self, elements: int, tell: Callable[[str], object]) -> Options:
         """Choose the density for a model with this many trained elements, if none was given.
@@ -391,7 +395,7 @@ class Options:
                 None if watched.log is None else sink_of(watched.log, comm.rank),
                 on_host=on_host,
             )
-            self.tell_of_bytes(units, comm.world_size, say_on_rank_0)
+            self.tell_of_bytes(units, comm.world_size, self.tell)
             agree_on_reducer(
                 reducer,
                 nonfinite=watched.policy,
@@ -416,12 +420,6 @@ def disabled() -> bool:
     known = value in ("", "0", "1")
     require(known, f"{DISABLE} is {value!r}; give 1 for plain DDP, or 0 to attach")
     return value == "1"
-
-
-def say_on_rank_0(line: str) -> None:
-    """Print a line on rank 0, so the user reads it once per job."""
-    if dist.get_rank() == 0:
-        say(line)
 
 
 def _nothing(_name: str, _parameter: Tensor) -> bool:

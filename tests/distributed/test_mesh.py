@@ -1,8 +1,10 @@
 """Test pipeline stages (dp 2 x pp 2) and tensor parallelism (dp 2 x tp 2) over gloo."""
 
 import gc
+import io
 import threading
 import weakref
+from contextlib import redirect_stderr
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync.algorithm import default_density
@@ -531,3 +534,24 @@ def test_a_closed_model_is_plain():
     attach(net, replicate=mesh_of(dp=1, tp=1)["dp"]).close()
     net(torch.ones(3, WIDTH)).sum().backward()
     assert (net.weight.grad == 3).all()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_every_group_of_ranks_reads_once_what_attach_chose(kind):
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ddp = DistributedDataParallel(network(), process_group=pairs[dist.get_rank() // 2])
+    with redirect_stderr(io.StringIO()) as said, sparsync.attach(ddp, kind(ddp.parameters())):
+        pass
+    assert gathered(said.getvalue().count("sparsync: exchanges ")) == [1, 0, 1, 0]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_world_is_refused_where_ddp_has_its_own(kind):
+    """Averages would otherwise cross the borders of DDP's group."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ddp = DistributedDataParallel(network(), process_group=pairs[dist.get_rank() // 2])
+    world = sparsync.Transport(world=dist.group.WORLD)
+    with refused("Transport(world=...) is for models without DDP"):
+        sparsync.attach(ddp, kind(ddp.parameters()), transport=world)

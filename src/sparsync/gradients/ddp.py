@@ -27,7 +27,7 @@ from sparsync.gradients.hierarchy import NodeReducer
 from sparsync.gradients.steps import GradientSteps
 from sparsync.gradients.sync import GradientSync, Source
 from sparsync.handle import CommHook, Handle, call_after_backward, make_engine, weakly
-from sparsync.options import Options, say_on_rank_0
+from sparsync.options import Options
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
@@ -53,7 +53,7 @@ def attach_ddp(model: Any, options: Options) -> GradientSync:
         if parameter.requires_grad and name not in model.parameters_to_ignore
     }
     elements = sum(parameter.numel() for parameter in trained.values())
-    options = options.for_size(elements, say_on_rank_0)
+    options = options.for_size(elements, options.tell)
     units = options.units(trained.items(), model.module)
     ranks = dist.get_process_group_ranks(model.process_group)
     groups, nodes = Groups(model.process_group, **options.transport.waits), None

@@ -35,7 +35,7 @@ from sparsync.gradients.shards import (
 from sparsync.gradients.steps import GradientSteps, Step
 from sparsync.gradients.sync import GradientSync, Source
 from sparsync.handle import Handle, Hook, call_after_backward, make_engine, weakly
-from sparsync.options import Options, say_on_rank_0
+from sparsync.options import Options
 from sparsync.sparse import Vector
 from sparsync.transports import driver
 from sparsync.transports.agree import check_equal_parameters
@@ -96,7 +96,7 @@ def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -
     """Choose the density by the size of the whole model if none was given, equal on all parts."""
     mine = torch.tensor([elements_of(shards)])
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
-    return options.for_size(elements, say_on_rank_0)
+    return options.for_size(elements, options.tell)
 
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:

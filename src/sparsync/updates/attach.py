@@ -110,8 +110,7 @@ def attach_updates(
     module: nn.Module = model if ddp is None else ddp.module
     ignored = set() if ddp is None else ddp.parameters_to_ignore
     trained = trained_of(module, ignored)
-    group = None if ddp is None else ddp.process_group
-    groups = Groups(options.transport.world or group, **options.transport.waits)
+    groups = Groups(options.transport.world, **options.transport.waits)
     try:
         # Creating groups is collective, so all ranks use one order: node, parts, replicas.
         pieces, consensus, node, kinds = {}, None, None, dict[str, str]()

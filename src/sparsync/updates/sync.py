@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -219,6 +218,7 @@ class UpdateSync(Handle):
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
         self._groups: dict[torch.optim.Optimizer, int] = {}  # how many groups each one had
+        self._tell = options.tell
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
         self._unweighed = unweighed  # the error of ``contribute``, if ranks cannot be weighed
@@ -566,8 +566,8 @@ class UpdateSync(Handle):
         """Tell the user if plain DDP would be about as fast, because DDP loses no accuracy."""
         seconds = (time.perf_counter() - self._started) / _ADVISED
         waited, dense = self._carrier.waited / _ADVISED, self._dense_seconds()
-        if dense < max(_NEGLIGIBLE * seconds, waited) and dist.get_rank() == 0:
-            say(
+        if dense < max(_NEGLIGIBLE * seconds, waited):
+            self._tell(
                 f"dense wins here: a step takes {1e3 * seconds:.1f} ms, {1e3 * waited:.1f} of "
                 f"which it waits for updates; an allreduce of all gradients would take about "
                 f"{1e3 * dense:.1f} ms, and plain DDP loses nothing"

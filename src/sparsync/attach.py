@@ -103,10 +103,10 @@ def attach(
             exchange needs to reach a given loss.
         density: fraction k / n of every unit that is exchanged, in (0, 1], if entries are selected.
             None means 1 %, and more below a million parameters: up to 100 % at 46,000
-            (``default_density``).  Rank 0 reports the choice once.
+            (``default_density``).  The first rank of the group reports the choice once.
         exchange: "gradients", "updates", or "auto", which takes updates if an optimizer other than SGD
-            is given, or an ``algorithm`` that only exchanges updates.  Rank 0 reports once what is
-            exchanged and why, and how the optimizer's steps are treated.
+            is given, or an ``algorithm`` that only exchanges updates.  The group's first
+            rank reports once what is exchanged and why, and how the optimizer's steps are treated.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.
@@ -132,6 +132,9 @@ def attach(
 
     With ``SPARSYNC_DISABLE=1`` in the environment of all ranks, nothing is attached: DDP exchanges whole
     gradients, rank 0 says so, and the handle's methods do nothing (``docs/lab.md``).
+
+    If there is only one replica, every exchange applies everything, because nobody would receive a
+    selection; ``attach`` says so.
 
     Cost: one thread and one gloo process group, plus the sockets of zmq.  Memory: n elements for the
     residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); dense steps take 2 n more.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -303,6 +304,15 @@ class Options:
             "Compression(compress=...) decides otherwise)"
         )
 
+    def _tell_of_one(self, units: Sequence[Unit]) -> None:
+        """Tell the user that the algorithm takes no part, unless it would be dense anyway."""
+        exact = self.algorithm.result == "whole" and self.algorithm.bits is None
+        if not exact and not all(unit.dense for unit in units):
+            self.tell(
+                f"there is only one replica, so {self.algorithm.name} takes no part: nothing is "
+                "rounded or kept back"
+            )
+
     def agree_with(self, parts: Communicator) -> None:
         """Compare the settings that must be equal on the ranks that hold the other parts of a replica.
 
@@ -382,13 +392,17 @@ class Options:
         """
         assert self.density is not None, "for_size comes first"
         watched, comm = self.monitoring, self.connect(group)
+        warmup = self.compression.warmup()
+        if comm.world_size == 1:
+            warmup = Warmup(sys.maxsize)  # all steps are dense: nobody would receive a selection
+            self._tell_of_one(units)
         try:
             reducer = Reducer(
                 comm,
                 units,
                 run(self.algorithm.on(comm)),
                 self.density,
-                self.compression.warmup(),
+                warmup,
                 self.correction,
                 watched.xi_period,
                 consensus,

@@ -1,9 +1,12 @@
 """``attach`` with DDP, on three ranks of gloo and ZeroMQ."""
 
 import gc
+import io
+import json
 import os
 import time
 import weakref
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,100 @@ def test_what_is_withheld_of_a_layer_does_not_move_it_once_it_is_frozen(kind):
             optimizer.step()
     assert torch.equal(net[0].weight, before)
     assert not torch.equal(net[2].weight, model()[2].weight)
+
+
+class Gaps(torch.nn.Module):
+    """A layer whose weight uses every third element of its memory, unlike DDP's gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(9, 4).t()[:, ::3])
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_a_weight_with_gaps_has_its_own_gradient_residual_and_decay(options):
+    torch.manual_seed(0)
+    net, kept = Gaps(), torch.zeros(4, 3)
+    ddp = DistributedDataParallel(net, **options)
+    given = {"density": 0.25, "transport": "torch", "correction": Correction(weight_decay=0.1)}
+    with attached(ddp, "allgather", **given) as sync:
+        for _ in range(3):
+            x = torch.randn(5, 4)
+            net.zero_grad()
+            ddp(x).square().sum().backward()
+            accumulated = kept + 2 * x.t() @ x @ net.weight.detach() + 0.1 * net.weight.detach()
+            kept = sync.state_dict()["content"]["reducer"]["residual"]["weight"].view(4, 3)
+            assert net.weight.grad.count_nonzero() == 3
+            torch.testing.assert_close(net.weight.grad + kept, accumulated)
+
+
+class Square(torch.nn.Module):
+    """A module with one weight that is too large to be joined with others."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 40_000))
+
+    def forward(self, x):
+        return x * self.weight.square().sum()
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_strided_gradients_that_a_user_set_are_exchanged():
+    net, kept = Square(), torch.zeros(40_000)
+    with attached(
+        net, "budgeted", density=0.5, transport="torch", replicate=dist.group.WORLD
+    ) as sync:
+        for step in range(3):
+            net.weight.grad = own = torch.zeros(80_000)[::2]
+            net(torch.tensor(step + 1.0)).backward()
+            accumulated = kept + 2 * (step + 1) * net.weight.detach()
+            kept = sync.state_dict()["content"]["reducer"]["residual"]["weight"].view(-1)
+            assert not own.is_contiguous() and 0 < int(own.count_nonzero()) < len(own)
+            torch.testing.assert_close(net.weight.grad + kept, accumulated)
+
+
+@on_ranks(2)
+def test_a_training_is_logged_and_goes_on_where_it_was_saved(folder):
+    given = {"transport": "torch", "log": folder / "run.jsonl", "xi_period": 2}
+    first = ddp_model()
+    with attached(first, "budgeted", **given) as sync:
+        for step in range(3):
+            backward(first, step)
+        saved = sync.state_dict()
+    second = ddp_model()
+    with attached(second, "budgeted", **given) as resumed:
+        resumed.load_state_dict(saved)
+        backward(second, 3)
+    file = folder / f"run.rank{dist.get_rank()}.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert ["xi" in line for line in lines] == [True, False, True, False]
+    assert lines[-1]["density_local"] == pytest.approx(0.1, abs=0.01)
+    assert lines[-1]["seconds_select"] > 0
+
+
+@on_ranks(2)
+def test_a_residual_that_grows_is_told_once():
+    torch.manual_seed(0)
+    taught, inputs = torch.nn.Linear(64, 8), torch.randn(900, 32, 64)
+    ddp = DistributedDataParallel(torch.nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    given = sparsync.Transport("torch")
+    with (
+        redirect_stderr(io.StringIO()) as said,
+        sparsync.attach(ddp, optimizer, density=0.01, transport=given),
+    ):
+        for x in inputs:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(ddp(x), taught(x).detach()).backward()
+            optimizer.step()
+    assert said.getvalue().count("has grown fourfold") == (dist.get_rank() == 0)
 
 
 @on_ranks(3)

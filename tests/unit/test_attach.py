@@ -287,34 +287,6 @@ def test_two_backward_passes_within_a_forward_pass_are_two_steps(alone):
     assert both.first.bias.grad.tolist() == [2.0] * 600
 
 
-class Gaps(torch.nn.Module):
-    """A layer whose weight uses every third element of its memory, unlike DDP's gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(9, 4).t()[:, ::3])
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_a_weight_with_gaps_has_its_own_gradient_residual_and_decay(alone, options):
-    torch.manual_seed(0)
-    net, kept = Gaps(), torch.zeros(4, 3)
-    ddp = DistributedDataParallel(net, **options)
-    given = {"density": 0.25, "transport": "torch", "correction": Correction(weight_decay=0.1)}
-    with attach(ddp, "allgather", **given) as sync:
-        for _ in range(3):
-            x = torch.randn(5, 4)
-            net.zero_grad()
-            ddp(x).square().sum().backward()
-            accumulated = kept + 2 * x.t() @ x @ net.weight.detach() + 0.1 * net.weight.detach()
-            kept = sync.state_dict()["content"]["reducer"]["residual"]["weight"].view(4, 3)
-            assert net.weight.grad.count_nonzero() == 3
-            torch.testing.assert_close(net.weight.grad + kept, accumulated)
-
-
 class Whole(torch.nn.Module):
     """A module with one weight that is too large to be joined with others."""
 
@@ -324,19 +296,6 @@ class Whole(torch.nn.Module):
 
     def forward(self, x):
         return x * self.weight.square().sum()
-
-
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-def test_strided_gradients_that_a_user_set_are_exchanged(alone):
-    net, kept = Whole(), torch.zeros(40_000)
-    with attach(net, density=0.5, transport="torch", replicate=dist.group.WORLD) as sync:
-        for step in range(3):
-            net.weight.grad = own = torch.zeros(80_000)[::2]
-            net(torch.tensor(step + 1.0)).backward()
-            accumulated = kept + 2 * (step + 1) * net.weight.detach()
-            kept = sync.state_dict()["content"]["reducer"]["residual"]["weight"].view(-1)
-            assert not own.is_contiguous() and 0 < int(own.count_nonzero()) < len(own)
-            torch.testing.assert_close(net.weight.grad + kept, accumulated)
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])

@@ -245,17 +245,7 @@ def alone():
     dist.destroy_process_group()
 
 
-def test_attach_says_the_density_and_a_residual_that_grows_once(alone, capsys):
-    torch.manual_seed(0)
-    taught, inputs = linear(), torch.randn(900, 32, 64)
-    for density, said in ((None, "exchanges all 520"), (0.01, "has grown fourfold")):
-        model = DistributedDataParallel(linear())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        given = sparsync.Transport("torch")
-        with sparsync.attach(model, optimizer, density=density, transport=given):
-            for batch in inputs:
-                optimizer.zero_grad()
-                nn.functional.mse_loss(model(batch), taught(batch).detach()).backward()
-                optimizer.step()
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and said in lines[0]
+def test_attach_says_the_density_once(alone, capsys):
+    with sparsync.attach(DistributedDataParallel(linear()), transport=sparsync.Transport("torch")):
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "exchanges all 520" in line

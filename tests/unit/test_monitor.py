@@ -216,26 +216,6 @@ def attach(wrapped, log, **options):
     return attaching.attach(wrapped, density=0.1, transport="torch", log=log, **options)
 
 
-def test_a_training_is_logged_and_goes_on_where_it_was_saved(ddp, tmp_path):
-    first = ddp()
-    sync = attach(first, tmp_path / "run.jsonl", xi_period=2)
-    for step in range(3):
-        backward(first, step)
-    saved = sync.state_dict()
-    sync.close()
-    sync.close()
-    second = ddp()
-    resumed = attach(second, tmp_path / "run.jsonl", xi_period=2)
-    resumed.load_state_dict(saved)
-    backward(second, 3)
-    resumed.close()
-    lines = [json.loads(line) for line in (tmp_path / "run.rank0.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert ["xi" in line for line in lines] == [True, False, True, False]
-    assert lines[-1]["density_local"] == pytest.approx(0.1, abs=0.01)
-    assert lines[-1]["seconds_select"] > 0
-
-
 def test_an_error_of_the_log_leaves_the_step_whole(ddp):
     def broken(step, values):
         if step == 1:

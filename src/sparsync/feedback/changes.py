@@ -12,7 +12,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from sparsync.errors import PeerError
+from sparsync.errors import DisagreementError, PeerError
 from sparsync.transports.agree import agree, digest, worst
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
@@ -115,8 +115,10 @@ def begin_together(
     what = f"the weights that were loaded after {since}"
     try:
         run(agree(comms[0], {what: digest(own) if loaded else f"none, but those of {since}"}))
+    except DisagreementError as error:
+        failure = DisagreementError(f"{error}, or load them before {since}")
     except PeerError as error:
-        failure = PeerError(f"{error}, or load them before {since}")
+        failure = error
     found = run(worst(comms[1:], 2 if failure else int(loaded), "", "agreement"))
     if found.severity > 1:
         raise failure or PeerError(f"ranks with another part disagree on {what}; see their errors")

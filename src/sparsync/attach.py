@@ -244,6 +244,12 @@ def attach(
             f"Monitoring(xi_period={watched.xi_period}) measures exchanges of gradients, and updates are "
             "exchanged; omit it, or give exchange='gradients'"
         )
+    if outer is not None and watched.nonfinite is not None:
+        raise ConfigurationError(
+            f"Monitoring(nonfinite={watched.nonfinite!r}) is for gradients, and updates are exchanged, "
+            "where NaN or Inf makes all ranks return to the shared weights, and raises the second time "
+            "in a row; omit it, or give exchange='gradients'"
+        )
     if outer is not None:
         options = Options(outer.chosen, outer.density, None, given, carried, watched, decided)
         if elastic is not None:

@@ -173,7 +173,8 @@ class Monitoring:
         nonfinite: the action of all ranks when the sum contains NaN or Inf: "raise" from ``backward()``,
             "skip" (gradients become None, so the optimizer does nothing), or "propagate" (every gradient
             of every rank becomes NaN, so a GradScaler skips the step everywhere).  Residuals keep their
-            values.  None means "propagate" with ``scaler``, and otherwise "raise".
+            values.  None means "propagate" with ``scaler``, and otherwise "raise".  For updates, only
+            None (``OuterStep``).
         scaler: the ``GradScaler`` that scales the gradients.  The residual is rescaled whenever the
             scale changes, and overflows are propagated to the scaler.
         sentinel: compares replicas every ``Sentinel.period`` steps; None to compare only at

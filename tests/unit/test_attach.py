@@ -162,6 +162,19 @@ def test_an_unknown_output_layer_is_refused(given):
     assert output_parameters(model) == output_parameters(model, ["head.weight"])
 
 
+def test_the_output_layer_of_updates_is_the_given_one(one_rank):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how = {"algorithm": "redsync-quantized", "density": 0.1, "exchange": "updates"}
+    named = sparsync.Compression(output_layer=["0.weight"], compress=lambda *_: True)
+    with sparsync.attach(model, optimizer, **how, compression=named) as sync:
+        found = [slot.name for u in sync.reducer.units if u.output for slot in u.slots]
+        assert found == ["0.weight"]
+    unknown = sparsync.Compression(output_layer=["0.wieght"])
+    with pytest.raises(ConfigurationError, match=r"output_layer has '0\.wieght'"):
+        sparsync.attach(model, optimizer, **how, compression=unknown)
+
+
 @pytest.fixture
 def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -131,6 +131,7 @@ def attached(net, manager, optimizer=None, **options):
     [
         ({"correction": Correction(momentum=0.9)}, r"correction= is not for elastic="),
         ({"transport": sparsync.Transport("torch")}, r"Transport\('torch'\) is not for elastic="),
+        ({"transport": sparsync.Transport(timeout=9)}, r"Transport\(timeout=...\) is not for elas"),
         (
             {"transport": sparsync.Transport(hierarchy="node")},
             r"hierarchy=...\) is not for elastic=",

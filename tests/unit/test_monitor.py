@@ -265,6 +265,15 @@ def test_xi_is_refused_where_updates_are_exchanged():
         sparsync.attach(net, optimizer, monitoring=watched)
 
 
+def test_a_policy_on_nan_is_refused_where_updates_are_exchanged():
+    net = torch.nn.Linear(2, 2)
+    optimizer, watched = torch.optim.AdamW(net.parameters()), sparsync.Monitoring("skip")
+    with pytest.raises(
+        ConfigurationError, match=r"nonfinite='skip'\) is for gradients, and updates"
+    ):
+        sparsync.attach(net, optimizer, monitoring=watched)
+
+
 RANKS = 4
 EXACT_OKTOPK = Algorithm("oktopk", Exact, OkTopk)
 

@@ -28,7 +28,7 @@ from sparsync.errors import (
 )
 from sparsync.feedback.agreed_setup import number_of, set_up_digest, weights_digest
 from sparsync.feedback.reducer import Reducer
-from sparsync.options import Options
+from sparsync.options import Options, Transport
 from sparsync.sparse import Vector
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import Operation, run
@@ -56,12 +56,14 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
         "Compression(schedule=...)": options.compression.schedule is not None,
         "Transport(hierarchy=...)": carried.hierarchy is not None,
         "Transport(world=...)": carried.world is not None,
+        "Transport(connect_timeout=...)": carried.connect_timeout != Transport().connect_timeout,
         "Monitoring(sentinel=...)": options.monitoring.sentinel is not None,
     }.items():
         if there:
             raise ConfigurationError(f"{what} is not for elastic=; omit one of them")
     # the manager's group opened its sockets before ``attach``
-    given = [f"{name}=..." for name, value in carried.sockets.items() if value is not None]
+    named, usual = {"timeout": carried.timeout, **carried.sockets}, Transport()
+    given = [f"{name}=..." for name, value in named.items() if value != getattr(usual, name)]
     if carried.name != "auto":
         given = [repr(carried.name), *given]
     if given:

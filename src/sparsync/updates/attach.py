@@ -125,7 +125,8 @@ def attach_updates(
         noise = noise_of(corrected, trained, module)
         averages = ddp is None or ddp.broadcast_buffers
         weights = ModelWeights(module, trained, averages, node, noise, ignored)
-        output = output_parameters(module) if outer.chosen.output else ()
+        apart = output_parameters(module, options.compression.output_layer)
+        output = apart if outer.chosen.output else ()
         # Inside a node, a rank plans the runs of parameters that it exchanges, but the user's
         # ``compress`` is still asked about the parameters themselves.
         parameters: Mapping[str, Tensor] = trained

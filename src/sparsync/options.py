@@ -299,7 +299,7 @@ class Options:
         known = own is not None and "compress_thd" in own.options
         option = f"sparsync.presets.resolve({name!r}, compress_thd=0), or " if known else ""
         tell(
-            f"{name}: layers that are too small to compress are {100 * part:.2g} % of the "
+            f"{name}: layers that are too small to compress are {100 * part:.3g} % of the "
             f"gradient and {100 * share:.0f} % of the bytes of a step, because they travel dense "
             f"({option}"
             "Compression(compress=...) decides otherwise)"

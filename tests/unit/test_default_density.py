@@ -80,7 +80,9 @@ def test_the_user_is_told_where_small_layers_send_most_bytes(sizes, ranks, densi
     options.tell_of_bytes(units, ranks, said.append)
     assert bool(said) == (share > 0.5)
     if said:
-        assert said[0].startswith("redsync: layers that are too small to compress are 2 % of the")
+        assert said[0].startswith(
+            "redsync: layers that are too small to compress are 1.96 % of the"
+        )
         assert (
             "83 % of the bytes" in said[0] and "resolve('redsync', compress_thd=0), or " in said[0]
         )
@@ -89,6 +91,14 @@ def test_the_user_is_told_where_small_layers_send_most_bytes(sizes, ranks, densi
     )  # another function: the user's own
     own.tell_of_bytes(units, ranks, said.append)
     assert len(said) == (share > 0.5)
+
+
+def test_layers_that_are_all_dense_are_100_percent():
+    algorithm, net, said = resolve("redsync"), net_of(10_000, 10_000), []
+    options = replace(settings(0.001, "redsync"), algorithm=algorithm)
+    options = replace(options, compression=Compression(compress=algorithm.compress))
+    options.tell_of_bytes(options.units(net.named_parameters(), net), 4, said.append)
+    assert "are 100 % of the gradient and 100 % of the bytes" in said[0]
 
 
 @pytest.mark.parametrize(

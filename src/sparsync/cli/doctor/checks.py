@@ -111,7 +111,7 @@ def check_links(found: Calibration, walls: Sequence[float]) -> Iterator[Check]:
     else:
         apart, sure = abs(aheads[worst]), max(clock.uncertainty for clock in found.clocks)
         yield Check(
-            "ok", f"wall clocks within {apart * 1e3:.2g} ms (measured to {sure * 1e3:.2g} ms)"
+            "ok", f"wall clocks within {apart * 1e3:.3g} ms (measured to {sure * 1e3:.3g} ms)"
         )
 
 

@@ -268,7 +268,7 @@ class Link:
             )
         else:
             waited = time.monotonic() - self.by + self._patience
-            seen = f"no answer within {min(self._patience, waited):.2g} s"
+            seen = f"no answer within {min(self._patience, waited):.4g} s"
         return f"rank {self.peer} cannot be reached at {self.address} ({seen}); {cure}"
 
 

@@ -6,10 +6,12 @@ import io
 import sys
 import warnings
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import wraps
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -21,6 +23,7 @@ __all__ = [
     "brief",
     "fits",
     "load_plainly",
+    "outside_inference",
     "packed",
     "parse_parts",
     "unpacked",
@@ -29,10 +32,26 @@ __all__ = [
 _MAX_INT = 2**63 - 1  # the largest integer that kernels take
 _SHOWN = 60  # longest value in a message, in characters
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class NoState:
     """The state of an object without state."""
+
+
+def outside_inference(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Make the function leave ``torch.inference_mode()``, whose tensors no later step could update."""
+
+    @wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        inside = torch.is_inference_mode_enabled()
+        # only then, because ``inference_mode(False)`` turns gradients on
+        with torch.inference_mode(False) if inside else nullcontext():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Stateful(ABC):  # noqa: B024 (subclasses give a ``state``, no method)

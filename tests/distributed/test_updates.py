@@ -179,6 +179,35 @@ def test_weights_loaded_before_the_first_step_are_the_shared_ones(folder):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("exchange", ["updates", "gradients"])
+def test_states_of_an_evaluation_in_inference_mode_train_on(exchange, folder):
+    """Tensors of that mode could not be updated by the steps that follow."""
+    ends = []
+    for mode in (torch.inference_mode, contextlib.nullcontext):
+        net = ddp_model()
+        optimizer = (
+            adam(net) if exchange == "updates" else torch.optim.SGD(net.parameters(), 0.1, 0.9)
+        )
+        with sparsync.attach(net, optimizer, exchange=exchange) as sync:
+            saved = {"model": net.module, "optimizer": optimizer}
+            for step in range(8):
+                step_of(net, optimizer, step)
+                with mode():
+                    with sync.shared():
+                        net(torch.zeros(1, 20))
+                    if step == 1:
+                        sync.load_state_dict(sync.state_dict())
+                    elif step == 3:
+                        sparsync.save(sync, folder / mode.__name__, **saved)
+                        sparsync.load(sync, folder / mode.__name__, **saved)
+                    elif step == 5:
+                        sync.finish()
+            sync.finish()
+            ends.append(flat(net))
+    assert torch.equal(*ends)
+
+
+@on_ranks(2)
 def test_replaced_weights_are_refused_after_an_evaluation_too():
     net = model()
     optimizer = adam(net)

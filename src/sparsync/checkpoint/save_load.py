@@ -39,6 +39,7 @@ from sparsync.errors import (
 )
 from sparsync.feedback.reducer import Reducer
 from sparsync.fields import Fields, check_saved, opened
+from sparsync.state import outside_inference
 from sparsync.transports.agree import agree, on_all_or_none, unequal_steps
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
@@ -198,6 +199,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
     return target
 
 
+@outside_inference
 def load(
     sync: Saveable,
     folder: Path | str,
@@ -384,6 +386,7 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
     _together(sync, write, f"write its part of {folder}")
 
 
+@outside_inference
 def load_states(sync: Saveable, folder: Path, weights: str) -> None:
     """Load the files that ``save_state`` wrote on all ranks: this rank's own file, or its part of all.
 
@@ -406,6 +409,7 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
     _take_state(sync, state, before, str(folder))
 
 
+@outside_inference
 def load_from(sync: Saveable, source: Source) -> None:
     """Load this rank's part of the states that all ranks saved."""
     before, state, _ = _read_states(sync, source)

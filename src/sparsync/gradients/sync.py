@@ -23,6 +23,7 @@ from sparsync.gradients.steps import GradientSteps
 from sparsync.handle import Handle
 from sparsync.options import Options
 from sparsync.scalers import follow_scalers
+from sparsync.state import outside_inference
 from sparsync.transports.agree import on_all_or_none
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
@@ -139,6 +140,7 @@ class GradientSync(Handle):
         stats["waited_last_exchange"] = list(last.waited) if last and last.waited else None
         return stats
 
+    @outside_inference
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: residuals of its "pieces" of the parameters, thresholds and more.
 
@@ -159,6 +161,7 @@ class GradientSync(Handle):
         content = opened(state, "gradients", Fields({"reducer": object, "pieces": pieces}))
         return parse_state(self.reducer, content["reducer"])
 
+    @outside_inference
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
 
@@ -190,6 +193,7 @@ class GradientSync(Handle):
         """Return a context that does nothing: with exchanged gradients, all weights are shared."""
         return nullcontext()
 
+    @outside_inference
     def finish(self) -> None:
         """Wait until all ranks have applied the last step, with ``elastic=``; otherwise do nothing.
 

@@ -31,6 +31,7 @@ from sparsync.fields import Common, Exactly, Fields, Kind, check_saved, common_f
 from sparsync.gradients.sentinel import check_replicas
 from sparsync.handle import CommHook, Handle, Hook, Presence, call_after_backward, weakly
 from sparsync.options import Options
+from sparsync.state import outside_inference
 from sparsync.transports.agree import digest, equalise_, on_all_or_none
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import Engine, Operation, run
@@ -617,6 +618,7 @@ class UpdateSync(Handle):
         # buffers, which lie beyond the end, have seen a batch since, and are averaged anyway
         return torch.cat([own[:end], shared[end:]]) if self._loaded(own) else None
 
+    @outside_inference
     def finish(self) -> None:
         """Exchange everything left and make replicas equal; all ranks call this, and may train on."""
         self._own.check("finish()")
@@ -662,6 +664,7 @@ class UpdateSync(Handle):
         ddp, module = self._ddp(), self._plain()
         return any(value is own for own in (ddp, module, *self.outer.optimizers) if own is not None)
 
+    @outside_inference
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, including its own weights and its optimizers' moments."""
         self._own.check("saving of this rank's weights")
@@ -731,6 +734,7 @@ class UpdateSync(Handle):
         there = [content[key] is not None for key in ("parameters", "scaler")]
         return {**facts, "whether it has weights and a scaler": str(there)}
 
+    @outside_inference
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
 

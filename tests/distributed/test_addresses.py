@@ -14,7 +14,7 @@ from sparsync.cli.lab import Lab, _run_command
 
 from .test_lab import IN_THE_LAB
 
-pytestmark = [pytest.mark.gloo, pytest.mark.alone, IN_THE_LAB]
+pytestmark = [pytest.mark.gloo, IN_THE_LAB]
 
 ROOT = Path(__file__).parents[2]
 PORT = 29_500

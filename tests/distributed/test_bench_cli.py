@@ -56,7 +56,6 @@ def test_large_vectors_are_verified_at_their_ends_and_compared_on_every_step():
         assert row.lab is row.wire_seconds is row.bytes_kernel_max is None
 
 
-@pytest.mark.alone
 def test_the_lab_counts_what_crosses_its_links():
     options = {"steps": 3, "warmup": 1, "transport": "torch", "lab": "1gbit"}
     try:

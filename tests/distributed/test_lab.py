@@ -34,7 +34,7 @@ def refusal() -> str:
 
 
 IN_THE_LAB = pytest.mark.skipif(bool(refusal()), reason=refusal())
-pytestmark = [pytest.mark.gloo, pytest.mark.alone, IN_THE_LAB]
+pytestmark = [pytest.mark.gloo, IN_THE_LAB]
 
 
 def interfaces() -> list[str]:
@@ -65,6 +65,7 @@ def test_everything_crosses_the_wire_and_the_kernel_counts_it():
     assert programs.namespace_of("thread-self") == outside
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("rate", "seconds"),
     [("1gbit", 0.5), ("100mbit", 0.5), pytest.param("5mbit", 1.5, marks=pytest.mark.slow)],
@@ -80,6 +81,7 @@ def test_a_stream_gets_the_rate(rate, seconds):
                 assert 0.93 * lab.bits_per_second < best < 1.03 * most
 
 
+@pytest.mark.alone
 def test_both_directions_get_the_rate_at_once():
     with Lab(2, "200mbit") as lab, programs.connect(lab, 0, 1) as (here, there):
         both = [(here, there), (there, here)]
@@ -87,6 +89,7 @@ def test_both_directions_get_the_rate_at_once():
     assert 0.9 < best / lab.bits_per_second < 1.03
 
 
+@pytest.mark.alone
 def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
     nbytes = 5_000_000
     with (
@@ -102,6 +105,7 @@ def test_senders_share_the_link_of_their_receiver_and_nothing_is_dropped():
     assert 2 * nbytes <= received < 1.06 * 2 * nbytes  # dropped packets would be retransmitted
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("piece", [2**18, 2**30])
 def test_a_message_that_takes_many_heartbeats_is_no_death(piece):
     """A long message is sent in many frames; sent as a single frame, it would look like a dead rank."""
@@ -135,6 +139,7 @@ def carrier(request):
     return request.param
 
 
+@pytest.mark.alone
 def test_a_round_trip_is_the_mean_of_two_links(carrier):
     with Lab(3, "100mbit,20ms;2=10mbit:100mbit,60ms", carrier) as lab:
         for dest, asked in ((1, 0.02), (2, 0.04)):
@@ -143,6 +148,7 @@ def test_a_round_trip_is_the_mean_of_two_links(carrier):
             assert 0.99 * asked <= min(found) <= 1.05 * asked  # a busy machine is late, never early
 
 
+@pytest.mark.alone
 def test_far_links_have_rates_of_their_own_up_and_down(carrier):
     with Lab(2, "100mbit,10ms;1=10mbit:40mbit", carrier) as lab:
         with programs.connect(lab, 0, 1) as (here, there):
@@ -154,6 +160,7 @@ def test_far_links_have_rates_of_their_own_up_and_down(carrier):
         assert launch(programs.new_groups_work, 2, lab=lab, timeout=60.0) == 2
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_one_stream_fills_a_long_path(carrier):
     with Lab(2, "100mbit,80ms", carrier) as lab, programs.connect(lab, 0, 1) as ends:
@@ -161,6 +168,7 @@ def test_one_stream_fills_a_long_path(carrier):
     assert 0.95 < best / lab.bits_per_second < 1.05
 
 
+@pytest.mark.alone
 def test_packets_are_lost_as_asked(carrier):
     count, loss = 4_000, 0.05
     with Lab(2, "100mbit,4ms,5%", carrier) as lab:
@@ -170,6 +178,7 @@ def test_packets_are_lost_as_asked(carrier):
     assert arrived == sorted(set(arrived))
 
 
+@pytest.mark.alone
 def test_jitter_varies_the_round_trip_and_keeps_the_order(carrier):
     with Lab(2, "100mbit,40ms,0%,20ms", carrier) as lab:
         with programs.connect(lab, 0, 1) as ends:
@@ -180,6 +189,7 @@ def test_jitter_varies_the_round_trip_and_keeps_the_order(carrier):
     assert found[-1] - found[0] > 0.004
 
 
+@pytest.mark.alone
 def test_a_link_drops_what_would_wait_too_long(carrier):
     with Lab(2, "10mbit,20ms", carrier) as lab:
         room = lab.queue_seconds * lab.bits_per_second / 8
@@ -221,6 +231,7 @@ def test_ranks_meet_where_the_hosts_own_name_is_loopback():
         )
 
 
+@pytest.mark.alone
 def test_two_labs_do_not_meet():
     with Lab(2, "100mbit") as first, Lab(2, "50mbit") as second:
         with programs.connect(first, 0, 1):

@@ -13,7 +13,7 @@ from . import lab_programs as programs
 from .commands import end, run, start
 from .test_lab import IN_THE_LAB
 
-pytestmark = [pytest.mark.gloo, pytest.mark.alone, IN_THE_LAB]
+pytestmark = [pytest.mark.gloo, IN_THE_LAB]
 
 ELEMENTS, STEPS = 300_000, 6
 SCRIPT = f"""

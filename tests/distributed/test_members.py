@@ -21,7 +21,7 @@ from sparsync.transports.zmq import make_curve_keys
 from .elastic_jobs import train
 from .test_lab import IN_THE_LAB
 
-pytestmark = [pytest.mark.gloo, pytest.mark.alone, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(120)]
 
 SECONDS = 60.0
 

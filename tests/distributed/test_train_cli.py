@@ -120,7 +120,6 @@ def test_a_plateau_lowers_the_rate_of_all_ranks_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_training_in_the_lab(tmp_path):
     try:
         with Lab(2, "1gbit"):
@@ -230,7 +229,6 @@ def test_ranks_are_killed_and_all_is_told(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize("algorithm", [["dense"], ["sparcml", "--warmup-steps=3"]])
 def test_without_kills_elastic_ranks_train_like_all_others(tmp_path, algorithm):
     pytest.importorskip("torchft")

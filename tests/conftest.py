@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections import defaultdict
 from multiprocessing import forkserver
 
 import pytest
@@ -23,6 +24,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # shells start background jobs with SIGINT ignored, and processes that tests interrupt would
     # inherit this
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
+def pytest_collection_modifyitems(items):
+    """Of a test's cases, leave as many as its mark ``fast`` says, spread evenly; the others are slow."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("fast") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for all_of_one in cases.values():
+        (count,) = all_of_one[0].get_closest_marker("fast").args
+        kept = {at * len(all_of_one) // count for at in range(count)}
+        for at, item in enumerate(all_of_one):
+            if at not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item):

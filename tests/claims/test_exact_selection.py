@@ -86,6 +86,7 @@ DRIFTS = {
 }
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("drift", DRIFTS)
 def test_the_count_is_exact_on_every_step_of_every_drift(drift, density, monkeypatch):
@@ -116,6 +117,7 @@ def digits():
     return model, loss
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("density", DENSITIES)
 @pytest.mark.parametrize("make", [transformer, digits])
 def test_the_count_is_exact_on_real_gradients(make, density, monkeypatch):

@@ -14,6 +14,7 @@ from .measured import ADVERSARIAL, EXCHANGEABLE, words
 SIZE, DENSITY = 256_000, 0.01
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7, 16])
 def test_halving_sends_log_p_messages_and_o_k_words(world_size, kind):

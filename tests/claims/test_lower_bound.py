@@ -53,6 +53,7 @@ def test_averaged_boundaries_miss_the_lower_bound_by_far(world_size, in_the_spli
     assert words(simulation) > bound_words(k, world_size, exchangeable=False)
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("world_size", RANKS)
 @pytest.mark.parametrize("kind", ["uniform", "clustered", "disjoint", "dominated"])
 def test_no_input_goes_below_the_lower_bound(kind, world_size):

@@ -34,6 +34,7 @@ def published(world_size, kind, count):
     return enumerate(steps(preset, world_size, kind, count))
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("world_size", [2, 3, 8, 16])
 @pytest.mark.parametrize("kind", EXCHANGEABLE)
 def test_oktopk_paper_volume_is_below_6_words_per_selected_entry(kind, world_size):

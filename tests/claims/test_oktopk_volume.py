@@ -47,6 +47,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize(("kind", "world_size"), CASES)
 def test_oktopk_volume_is_below_6k(kind, world_size):
     """The bound is 6 k (P - 1) / P for exchangeable inputs, whose ranks can be permuted freely.

@@ -59,6 +59,7 @@ def energies(algorithm, world_size, steps, monkeypatch=None):
     return ratios
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("algorithm", "world_size"),
     [(resolve("budgeted"), 1), (resolve("budgeted"), 2), (resolve("allgather"), 1)],

@@ -55,6 +55,7 @@ def reduced_steps(bits, block, count, **options):
     return simulate(program, RANKS).results
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("bits", "block"), REDUCED)
 def test_reduced_sums_are_quantised_without_bias_and_their_errors_are_lost(bits, block):
     """ "Lower-precision data representation [...] only in the second part", here with 2 and 4 bits."""

@@ -28,6 +28,7 @@ from .measured import (
 )
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("kind", EXCHANGEABLE + ADVERSARIAL)
 def test_no_rank_sends_more_than_2k_when_splitting(kind, world_size):

@@ -171,6 +171,7 @@ class Logarithms:
         return self._slope((x - point) / self.scale)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("reselect", [True, False], ids=["Ok-Topk", "SparCML"])
 @pytest.mark.parametrize("k", [6, 9])
 def test_top_k_sgd_stays_within_theorem_c_4_and_lemma_c_3(reselect, k):

@@ -19,6 +19,7 @@ def seconds(setting, scheme, ranks, steps):
     return step_seconds(SETTINGS[setting], scheme, ranks, steps=steps)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(("ranks", "ratio"), [(16, 1.15), (64, 1.25)])
 def test_wagma_is_faster_than_local_sgd_when_two_random_ranks_are_late(ranks, ratio):
     """Section 5.2 reports 1.25 x on 64 ranks, because local SGD waits for the delay of each step."""

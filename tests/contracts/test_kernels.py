@@ -166,6 +166,7 @@ def test_accumulate(backend):
                 same_found(found, None if key is None else specification.find(r, key, limit))
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("isa", native.instruction_sets())
 @pytest.mark.parametrize("width", normal_levels.BITS)
 def test_levels(isa, width):

@@ -51,6 +51,7 @@ def assert_same(one, other):
 
 
 @on_ranks(4)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("kind", "exchange", "how"),
     [

@@ -170,6 +170,7 @@ async def _two_sites(_comm):
 
 
 @on_ranks(4)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("exchanged", ["gradients", "updates"])
 def test_sites_found_by_their_links_train_as_a_mesh_of_them_does(exchanged):
     weights = []

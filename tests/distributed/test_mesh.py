@@ -338,6 +338,7 @@ def whole_norms(name, parameter):
 
 
 @on_ranks(4)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -54,6 +54,7 @@ SLOW = [*OTHERS, "oktopk, as published"]
 
 
 @on_ranks(3)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", [*CALLS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 @pytest.mark.parametrize("transport", ["torch", "zmq"])
 def test_collectives_equal_the_simulators_bit_for_bit(transport, name):

@@ -59,6 +59,7 @@ def steps(net, optimizer, which):
 
 
 @on_ranks(4)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("kind", "name"),
     # every setting with a whole and a divided model; every kind of model in the tests that are not slow
@@ -155,6 +156,7 @@ def broken_step(net, optimizer, step):
 
 
 @on_ranks(4)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -191,6 +193,7 @@ def test_a_rank_that_broke_before_the_exchange_is_saved_as_it_is(kind, name, fol
 
 
 @on_ranks(4)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("name", ["slow links", "weights"])
 def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
     net, optimizer, sync = attached_to(4, SETTINGS[name], 0)
@@ -210,6 +213,7 @@ def test_other_numbers_of_ranks_begin_without_what_broke(name, folder):
 
 
 @on_ranks(4)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("name", "first", "ranks"),
     [
@@ -372,6 +376,7 @@ def attached_to(ranks, settings, inner):
 
 
 @on_ranks(4)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [

@@ -149,6 +149,7 @@ def test_one_rank_sends_nothing_and_is_correct():
         assert (row.bytes_sent_max, row.words_per_k_max, row.seconds_median) == (0, 0, 0)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", INPUTS)
 def test_every_preset_is_correct_on_every_input(kind):
     for row in bench(BenchSettings(tuple(PRESETS), 5, (2000,), (0.02,), 2, 0, kind)):

@@ -88,6 +88,7 @@ def test_clocks_that_differ_are_compared_and_do_no_harm(monkeypatch):
     assert [link.alpha for link in found.links] == pytest.approx([LINKS.alpha] * 12, rel=1e-3)
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("slow", "said"),
     [

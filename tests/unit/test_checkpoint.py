@@ -48,6 +48,7 @@ async def at_once(reducer, step):
     return torch.cat(whole)
 
 
+@pytest.mark.fast(14)
 @pytest.mark.parametrize("unit_bytes", [pytest.param(None, marks=pytest.mark.slow), 80])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_resumes_bit_for_bit(name, unit_bytes, tmp_path):

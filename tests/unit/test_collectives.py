@@ -321,6 +321,7 @@ def inputs(draw):
     return operation, [torch.tensor(r, dtype=dtype) for r in rows]
 
 
+@pytest.mark.fast(3)
 @each
 @settings(max_examples=40)
 @given(drawn=inputs(), factor=st.sampled_from([None, 0.0, 0.5, 1.0]))

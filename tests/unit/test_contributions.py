@@ -56,6 +56,7 @@ def weights_of(seen):
     return [RANKS * n / sum(seen) if sum(seen) else 0.0 for n in seen]
 
 
+@pytest.mark.fast(14)
 @pytest.mark.parametrize("residual", ["weights", "apart"])
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_the_law_holds_with_weights(name, residual):

@@ -75,6 +75,7 @@ def assert_equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=f"step {step}")
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 def test_density_1_without_masking_is_momentum_sgd(nesterov, decay):

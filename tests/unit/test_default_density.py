@@ -193,6 +193,7 @@ def small():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("make_model", "lr", "momentum"),
     [(linear, 0.5, 0.0), (linear, 0.05, 0.9), (small, 0.1, 0.0), (small, 0.1, 0.9)],

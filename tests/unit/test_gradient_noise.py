@@ -255,6 +255,7 @@ def test_measurements_go_on_from_a_saved_state():
     assert second.state_dict()["measured"] == 4 and 0 < second.shares[parameters["a"]] < 1
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(("apart", "noise"), [(0.0, 1.0), (0.0, 30.0), (1.0, 1.0), (3.0, 10.0)])
 def test_agreement_tells_data_that_differ_from_noise(apart, noise):
     """Gradients consist of a common part of unit size, persistent differences, and noise."""

@@ -116,6 +116,7 @@ def test_what_makes_the_host_wait_is_counted():
     }
 
 
+@pytest.mark.fast(10)
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_the_host_waits_as_often_as_is_documented(name):
     assert documented()[name] == pytest.approx(of_gradients(name), abs=0.051)

@@ -160,6 +160,7 @@ def test_products_on_threads_are_the_same_products(monkeypatch):
 # ---- sgd ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("schedule", ["adagrad", "1/t"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("model", sorted(LOSSES))
@@ -184,6 +185,7 @@ def test_ranks_do_what_one_rank_does_with_the_united_batch(world_size, model, sc
     assert many[2] == pytest.approx(one[2], rel=1e-8)
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("schedule", ["adagrad", "constant"])
 @pytest.mark.parametrize("exchange", sorted(set(EXCHANGES) - {"dense"}))
 def test_a_sparse_exchange_has_the_dense_ones_loss_curve(exchange, schedule):
@@ -299,6 +301,7 @@ def never_rises(objectives):
     return all(after <= before + 1e-12 for before, after in pairwise(objectives))
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("exchange", ["allgather", "dense"])
 def test_scd_never_rises_and_reaches_the_optimum(world_size, exchange):

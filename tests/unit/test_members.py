@@ -17,6 +17,7 @@ from .changing_world import World
 FRESH = Entry(0, 77, 0, 0, 0, 1)
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("name", PRESETS)
 def test_nothing_is_lost_and_nothing_counts_twice(name):
     assert sum(World(seed, name).run() for seed in range(6)) > 6

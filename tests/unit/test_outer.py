@@ -151,6 +151,7 @@ def divided(**options):
     return averager
 
 
+@pytest.mark.fast(10)
 @pytest.mark.parametrize("residual_in", ["apart", "weights"])
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 3), (2, 0), (2, 1), (4, 3), (9, 2)])
 @pytest.mark.parametrize("algorithm", ["allgather", "budgeted", "quantised"])
@@ -268,6 +269,7 @@ def test_a_step_by_signs_has_the_rate_that_is_scheduled():
 INNER = {"muloco": getattr(torch.optim, "Muon", torch.optim.AdamW), "demo": torch.optim.SGD}
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("name", sorted(OUTER_SETTINGS))
 def test_every_member_trains(name):
     """Ranks with different target matrices find their mean, using the optimizer meant for the method."""

@@ -54,6 +54,7 @@ def averages(name, scales, correction=None):
     return simulate(program, 3).results
 
 
+@pytest.mark.fast(12)
 @pytest.mark.parametrize(
     ("name", "correction"),
     [
@@ -116,6 +117,7 @@ async def overflowing(comm, algorithm, steps, seed=0):
 OVERFLOWING = ["budgeted", "oktopk", "halving", "gtopk", "topkdsa", "allgather"]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", OVERFLOWING)
 def test_random_overflows_lose_nothing(name):
     results = simulate(lambda comm: overflowing(comm, ALGORITHMS[name], 80), 4).results

@@ -60,6 +60,7 @@ def test_every_preset_but_the_one_that_plans_has_a_cost():
     assert set(COLLECTIVES) == set(PRESETS) - {"auto"}
 
 
+@pytest.mark.fast(20)
 @pytest.mark.parametrize("world_size", [2, 5, 8])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_bytes_and_messages_are_those_of_the_ledger(name, world_size):

@@ -87,6 +87,7 @@ def test_any_schedule(virtual, pieces, more):
     assert error_of(model) <= 1.15 * dense + 0.02
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("options", [{"maximize": True}, {"amsgrad": True}, {"foreach": False}])
 def test_variants_of_adamw(virtual, options):
     def loss(model, step, rank):

@@ -51,6 +51,7 @@ def test_virtual_time_is_the_closed_forms_where_bandwidth_counts(algorithm, tole
     assert row.mean("bytes_sent") == pytest.approx(cost.nbytes, rel=tolerance)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("algorithm", "tolerance"),
     [("dense", 1e-3), ("allgather", 0.02), ("gtopk", 0.02), ("halving", 0.1), ("oktopk", 0.25)],

@@ -150,6 +150,7 @@ def test_find_equals_the_specification(n):
         identical_found(triton.find(x[3:], 1, None), spec.find(x[3:], 1, None))  # unaligned
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("n", SIZES)
 def test_top_equals_the_specification(n):
     for x in vectors(n):
@@ -339,6 +340,7 @@ def backend():
     return importlib.import_module("sparsync.kernels.triton_levels")
 
 
+@pytest.mark.fast(2)
 @WIDTHS
 @pytest.mark.parametrize(
     "block", [*(pytest.param(b, marks=pytest.mark.slow) for b in (8, 64)), 512]
@@ -372,6 +374,7 @@ def plainly(call, *arguments, **named):
         call(*arguments, **named)
 
 
+@pytest.mark.fast(3)
 @WIDTHS
 @pytest.mark.parametrize("block", [8, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [0, pytest.param(1, marks=pytest.mark.slow), 3])
@@ -434,6 +437,7 @@ KINDS = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [0, 1, triton.BLOCK + 9]
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("dtype", [None, *KINDS])
 @pytest.mark.parametrize("stored", [None, *KINDS])
 def test_moves_equal_the_specification(dtype, stored, dispatched, monkeypatch):
@@ -558,6 +562,7 @@ def documented():
     return {name: (float(wide), float(narrow)) for name, wide, narrow in found}
 
 
+@pytest.mark.fast(1)
 @NO_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_exchange_of_updates_takes_as_many_passes_as_is_documented(dtype):
@@ -577,6 +582,7 @@ def test_an_exchange_of_updates_takes_as_many_passes_as_is_documented(dtype):
     assert counts["launches"]["_quantise"] == RANKS * RANKS
 
 
+@pytest.mark.fast(1)
 @NO_GPU
 @pytest.mark.parametrize("bits", [2, 3, 8])
 def test_updates_in_more_bits_are_computed_alike_on_a_device(bits):

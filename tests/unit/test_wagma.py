@@ -219,6 +219,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.fast(8)
 @pytest.mark.parametrize("which", [0, -1])
 @pytest.mark.parametrize("world_size", [2, 5, 8])
 @pytest.mark.parametrize(("start", "end"), FAULTS)

@@ -124,6 +124,7 @@ def test_batches_are_functions_of_seed_step_and_rank(workload):
     assert torch.equal(workload.loss(logits, targets), loss)
 
 
+@pytest.mark.fast(2)
 @every_workload
 def test_the_ranks_shares_of_the_evaluation_make_the_whole(workload):
     model = workload.make_model(0)

@@ -21,7 +21,7 @@ from sparsync.transports.agree import agree
 from sparsync.transports.communicator import Communicator, check_timeout
 from sparsync.transports.driver import Engine, Failure, Operation, run
 from sparsync.transports.groups import SoloCommunicator
-from sparsync.transports.launchers import connect_mpi
+from sparsync.transports.launchers import connect_mpi, detect
 from sparsync.transports.mpi import MpiCommunicator
 from sparsync.transports.process_group import check_transport, connect_group
 from sparsync.wire.codec import MessageFraming, decode_as
@@ -48,7 +48,9 @@ def connect(
 ) -> Communicator:
     """Return this process's communicator: torch.distributed's default group, or a world of one.
 
-    With transport "mpi" and without ``torch.distributed``, the ranks are those started by ``mpiexec``.
+    Several ranks of torchrun, mpiexec or srun first call ``init_process_group()`` from
+    ``sparsync.transports.launchers``.  With transport "mpi" and without ``torch.distributed``, the ranks
+    are those started by ``mpiexec``.
 
     Args:
         timeout: seconds that any wait may take before it fails with an error.
@@ -61,6 +63,10 @@ def connect(
         advertise: the address under which the other ranks reach this one, if a static NAT forwards those
             ports to this machine.
         connect_timeout: seconds that opening the connections between ranks may take.
+
+    Raises:
+        ConfigurationError: an argument is invalid, or a launcher started several ranks that have not
+            initialised ``torch.distributed``.
 
     Example:
         >>> comm = connect()
@@ -78,7 +84,7 @@ def connect(
     check_timeout(timeout)
     check_timeout(connect_timeout, "connect_timeout")
     if not (dist.is_available() and dist.is_initialized()):
-        return connect_mpi(timeout) if transport == "mpi" else SoloCommunicator()
+        return connect_mpi(timeout) if transport == "mpi" else _alone()
     return connect_group(
         transport=transport, timeout=timeout, connect_timeout=connect_timeout, **sockets
     )
@@ -207,6 +213,18 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
         [[0.0, 3.0]]
     """
     return _run(_prepare_gather(vector), comm)
+
+
+def _alone() -> Communicator:
+    """Return a world of one, unless a launcher started more ranks, which would all be alone."""
+    here = detect()
+    if here is not None and here.world_size > 1:
+        mpi = ', or give transport="mpi"' if here.launcher == "mpi" else ""
+        raise ConfigurationError(
+            f"{here.world_size} ranks were launched, but torch.distributed is not initialised; first "
+            f"call init_process_group() from sparsync.transports.launchers{mpi}"
+        )
+    return SoloCommunicator()
 
 
 def _run(program: _Program[T], comm: Any) -> T:

@@ -23,6 +23,7 @@ from sparsync import (
 from sparsync import simulate as simulate_ranks
 from sparsync.algorithm import Algorithm
 from sparsync.api import _prepare, _prepare_gather
+from sparsync.averaging import LocalSgd
 from sparsync.collectives import Allgather
 from sparsync.cost.machine import Machine
 from sparsync.errors import CheckpointError, DisagreementError, PeerError
@@ -54,6 +55,28 @@ def test_a_world_of_one_selects_and_sends_nothing(name):
     assert reduced.delivered.to_dense().tolist() == expected
     assert comm.ledger.total().messages_sent == 0
     assert vector.tolist() == [1.0, -5.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"},
+    ],
+    ids=["torchrun", "mpiexec", "srun"],
+)
+def test_ranks_of_a_launcher_are_not_each_a_world_of_one(monkeypatch, launcher):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    said = r"2 ranks were launched, .*; first call init_process_group\(\) .*launchers"
+    said += ', or give transport="mpi"$' if "PMI_RANK" in launcher else "$"
+    for connected in (connect, lambda: LocalSgd(torch.nn.Linear(2, 1))):
+        with pytest.raises(ConfigurationError, match=said):
+            connected()
+    for name in launcher:  # a launcher's only rank is alone
+        monkeypatch.setenv(name, launcher[name].replace("1", "0").replace("2", "1"))
+    assert connect().world_size == 1
 
 
 @pytest.mark.parametrize("name", WHOLE)

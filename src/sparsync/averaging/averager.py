@@ -99,7 +99,8 @@ class Averager(Stateful):
         model: a plain module (not DDP or FSDP), equal on all ranks, which is averaged in place.
             Parameters that are frozen at this time are not sent.  With None, only the coroutines can be
             used.
-        comm: the communicator; by default ``sparsync.connect()``.
+        comm: the communicator; by default ``sparsync.connect()``, which needs
+            ``torch.distributed`` if a launcher started several ranks.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
             "local" until ``finish`` averages them.  Buffers that hold Inf or ``torch.finfo(dtype).min``
             (masks) and integer buffers always stay local until then; ``finish`` takes the latter from

@@ -57,6 +57,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
 
     On P ranks, each rank passes its own rows and all ranks get the same model::
 
+        init_process_group()  # from sparsync.transports.launchers
         SparseLinearClassifier().fit(my_rows, my_labels, comm=sparsync.connect())
     """
 

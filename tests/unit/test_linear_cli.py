@@ -151,6 +151,45 @@ def test_a_saved_model_predicts_the_labels_of_other_rows(command, saved, tmp_pat
     assert code == 0 and err.endswith("2 labels\n")
 
 
+def write(path, labels):
+    path.write_text("".join(f"{label} {1 + row % 3}:1\n" for row, label in enumerate(labels)))
+    return path
+
+
+def test_predicted_classes_of_several_labels_say_which(command, tmp_path):
+    rows, model = write(tmp_path / "r.svm", [1, 2, 3] * 4), tmp_path / "m.npz"
+    options = ["--data", rows, "--transport", "sim", "--ranks", 2, "--held-out-every", 0]
+    assert command("linear", *options, "--positive", "3", "--save", model)[0] == 0
+    code, out, err = command("linear", "--data", rows, "--predict", model)
+    assert (code, out.split()) == (0, ["-1", "-1", "1"] * 4)
+    said = "12 labels (1 for 3, -1 for all others), 100.00 % of them of the class of --data's\n"
+    assert err.endswith(said)
+
+
+def test_predicted_labels_have_all_of_their_digits(command, tmp_path):
+    rows, model = write(tmp_path / "r.svm", [1234566, 1234566, 1234567] * 4), tmp_path / "m.npz"
+    options = ["--data", rows, "--transport", "sim", "--ranks", 2, "--held-out-every", 0]
+    assert command("linear", *options, "--save", model)[0] == 0
+    code, out, err = command("linear", "--data", rows, "--predict", model)
+    assert (code, out.split()) == (0, ["1234566", "1234566", "1234567"] * 4)
+    assert err.endswith("12 labels, 100.00 % of them equal to --data's\n")
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "said"),
+    [
+        ([1, 1], [], "all rows of r.svm have the label 1; give two classes"),
+        ([0, 0], [], "all rows of r.svm have the label 0; give two classes"),
+        ([1, 2], ["--positive", "1,2"], "--positive has all labels of r.svm, 1, 2; leave some out"),
+    ],
+)
+def test_rows_of_one_class_are_refused(command, tmp_path, monkeypatch, labels, options, said):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "r.svm", labels)
+    code, out, err = command("linear", "--data", "r.svm", "--transport", "sim", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1) and said in err
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -136,14 +136,20 @@ def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, 
             )
     check_outputs(json)
     check_outputs(out)
-    from sparsync.cli.linear.rank import predict  # imports SciPy, so only where it is used
+    # these import SciPy, so only where they are used
+    from sparsync.cli.linear.rank import predict
+    from sparsync.published.sparcml.linear.data import label_text
 
-    labels, accuracy = predict(settings.data, model, settings.cache)
-    text = "".join(f"{label:g}\n" for label in labels.tolist())
+    trained, labels, accuracy = predict(settings.data, model, settings.cache)
+    text = "".join(f"{label_text(label)}\n" for label in labels.tolist())
     if out is None:
         sys.stdout.write(text)
     else:
         out.write_text(text, "utf-8")
     write_json(json, {"rows": len(labels), "accuracy": accuracy})
-    right = "" if accuracy is None else f", {100 * accuracy:.2f} % of them equal to --data's"
-    say(f"{len(labels):,} labels{right}")
+    meaning, equal = "", "equal to --data's"
+    if len(trained.labels) > 2:  # a class has several labels, so predictions are -1 and 1
+        ones = ", ".join(map(label_text, trained.positive))
+        meaning, equal = f" (1 for {ones}, -1 for all others)", "of the class of --data's"
+    right = "" if accuracy is None else f", {100 * accuracy:.2f} % of them {equal}"
+    say(f"{len(labels):,} labels{meaning}{right}")

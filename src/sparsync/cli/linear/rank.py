@@ -17,7 +17,14 @@ from sparsync.cli.linear.report import LinearResult
 from sparsync.cli.linear.settings import TRIGRAMS, LinearSettings
 from sparsync.cli.network_choice import transport_of
 from sparsync.cli.output import Bar, progress
-from sparsync.published.sparcml.linear.data import Shard, load_rows, load_shard, row_range
+from sparsync.errors import require
+from sparsync.published.sparcml.linear.data import (
+    Shard,
+    label_text,
+    load_rows,
+    load_shard,
+    row_range,
+)
 from sparsync.published.sparcml.linear.model_file import LinearModel
 from sparsync.published.sparcml.linear.problem import Problem, Products
 from sparsync.published.sparcml.linear.solvers import Meter, Scd, Solver
@@ -105,15 +112,15 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
 
 def predict(
     data: str, model: Path, cache: Path | None = None
-) -> tuple[NDArray[np.float64], float | None]:
-    """Return a saved model's label for every row, and the accuracy if the rows have labels."""
+) -> tuple[LinearModel, NDArray[np.float64], float | None]:
+    """Return a saved model, its label for every row, and the accuracy if the rows have labels."""
     trained = LinearModel.load(model)
     if data == TRIGRAMS:
         shard = trigram_shard(dimensions=len(trained.weights))
         rows, labels = shard.features, shard.labels
     else:
         rows, labels = load_rows(data, base=trained.base, cache=cache)
-    return trained.predict(rows), trained.accuracy(rows, labels)
+    return trained, trained.predict(rows), trained.accuracy(rows, labels)
 
 
 # ---- rows -------------------------------------------------------------------------------------------
@@ -129,7 +136,7 @@ def _load(settings: LinearSettings, rank: int, world_size: int) -> Shard:
             rows=settings.rows,
             positive=settings.positive,
         )
-    return load_shard(
+    shard = load_shard(
         settings.data,
         rank=rank,
         world_size=world_size,
@@ -137,6 +144,16 @@ def _load(settings: LinearSettings, rank: int, world_size: int) -> Shard:
         cache=settings.cache,
         positive=settings.positive_labels(),
     )
+    found = ", ".join(map(label_text, shard.known))
+    require(
+        len(shard.known) > 1,
+        f"all rows of {settings.data} have the label {found}; give two classes",
+    )
+    require(
+        len(shard.positive) < len(shard.known),
+        f"--positive has all labels of {settings.data}, {found}; leave some out",
+    )
+    return shard
 
 
 def _problems(

@@ -21,7 +21,7 @@ from scipy import sparse  # type: ignore[import-untyped, unused-ignore]
 
 from sparsync.errors import ConfigurationError, require
 
-__all__ = ["Shard", "load_rows", "load_shard", "row_range"]
+__all__ = ["Shard", "label_text", "load_rows", "load_shard", "row_range"]
 
 _FORMAT = 2  # version of the cache; raise it whenever older blocks would be misread
 
@@ -58,6 +58,16 @@ def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
     each, extra = divmod(rows, world_size)
     first = rank * each + min(rank, extra)
     return first, first + each + (rank < extra)
+
+
+def label_text(label: float) -> str:
+    """Write a label with all of its digits, and a whole number without a point.
+
+    Example:
+        >>> label_text(3.0), label_text(1234567.0), label_text(0.1)
+        ('3', '1234567', '0.1')
+    """
+    return repr(float(label)).removesuffix(".0")
 
 
 def load_shard(
@@ -161,7 +171,7 @@ def _positive(
 ) -> tuple[list[float], list[float]]:
     """Return the labels in the file, and the ones that become +1."""
     known = np.unique(labels).tolist()
-    listed = ", ".join(f"{label:g}" for label in known[:10])
+    listed = ", ".join(map(label_text, known[:10]))
     listed += f", ... ({len(known):,} in all)" if len(known) > 10 else ""
     if positive is None:
         fault = f"{path} has more than two labels: {listed}; say with positive=... which are +1"

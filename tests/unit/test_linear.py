@@ -1,5 +1,6 @@
 """Compare linear solvers with derivatives, dense steps, a single rank and the optimum."""
 
+import re
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from scipy.optimize import minimize
 from scipy.sparse import csr_matrix
 
 from sparsync import ConfigurationError, simulate
-from sparsync.errors import PeerError
+from sparsync.errors import DisagreementError, PeerError
 from sparsync.published.sparcml.linear.problem import (
     LOSSES,
     AdaptiveWeights,
@@ -261,6 +262,33 @@ def test_ranks_that_disagree_are_named():
 
         with pytest.raises(PeerError, match=f"disagree on {said}.*"):
             simulate(program, 3)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"solver": Scd}, "solver: rank 0 has sgd, rank 2 has scd"),
+        ({"exchange": "dense"}, "exchange: rank 0 has ring, rank 2 has dense"),
+        ({"epochs": 4}, "epochs: rank 0 has 3, rank 2 has 4"),
+        (
+            {"options": {"dense": True}},
+            "options of the exchange: rank 0 has .*dense=False.*, rank 2",
+        ),
+    ],
+)
+def test_ranks_that_would_train_differently_are_told_how(other, said):
+    async def program(comm):
+        own = {"solver": Sgd, "exchange": "ring", "epochs": 3, "options": {}}
+        own |= other if comm.rank == 2 else {}
+        problem = make_problem(DATA)
+        solver = own["solver"](comm, problem, own["exchange"], options=own["options"])
+        with pytest.raises(DisagreementError) as caught:
+            await solver.start(own["epochs"])
+        return str(caught.value)
+
+    first, _, third = simulate(program, 3).results
+    assert re.match(f"ranks disagree on {said}", first)
+    assert third.startswith(first[: first.index(":")])
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ async def _train(
     settings: LinearSettings, solver: Solver, held_out: Problem, bar: Bar | None
 ) -> _Report:
     """Train and evaluate; evaluations are neither timed nor counted in the ledger."""
-    await solver.start()
+    await solver.start(settings.epochs)
     ledger, weights = solver.comm.ledger, solver.weights
     report = _Report(sum(solver.rows), solver.problem.dimensions, solver.epoch_steps)
 

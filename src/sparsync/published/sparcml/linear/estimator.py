@@ -173,7 +173,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
 
 
 async def _train(solver: Solver, epochs: int) -> None:
-    await solver.start()
+    await solver.start(epochs)
     for epoch in range(epochs):
         await solver.epoch(epoch)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from scipy.sparse import csc_matrix, hstack  # type: ignore[import-untyped, unused-ignore]
 
+from sparsync.algorithm import settings_of
 from sparsync.collectives import Collective, Dense, Reduced
 from sparsync.errors import require
 from sparsync.presets import PRESETS, resolve
@@ -147,6 +148,10 @@ class Evaluation:
     accuracy: float  # fraction of rows with the right sign (a score of 0 counts as +1)
 
 
+# the names of all solvers' facts
+_FACTS = ("options of the exchange", "batch_size", "staleness", "schedule", "coordinates", "seed")
+
+
 class Solver(ABC):
     """Trains a linear model on the rows of all ranks; every rank must make every call.
 
@@ -161,7 +166,7 @@ class Solver(ABC):
         meter: measures the time.
     """
 
-    facts: dict[str, object]  # must be equal on all ranks, like those of the problem
+    facts: dict[str, object]  # some of ``_FACTS``; must be equal on all ranks
 
     def __init__(
         self,
@@ -191,8 +196,11 @@ class Solver(ABC):
         self.rows = [problem.rows]  # rows of every rank, once started
         self.step = 0
 
-    async def start(self) -> None:
+    async def start(self, epochs: int | None = None) -> None:
         """Check that all ranks agree on the problem, and count their rows; call this first, and once.
+
+        Args:
+            epochs: number of epochs that will follow, if it is known; must be equal on all ranks.
 
         Raises:
             PeerError: ranks disagree; the message names the fact and the ranks.
@@ -200,7 +208,13 @@ class Solver(ABC):
         own = self.problem
         facts = {"dimensions": own.dimensions, "dtype": own.dtype, "model": own.model}
         facts |= {"penalty": (own.l1, own.l2), "intercept": own.intercept, "steps": self.steps}
-        await agree(self.comm, {**facts, **self.facts})
+        facts |= {
+            "solver": type(self).__name__.lower(),
+            "exchange": self.exchange,
+            "epochs": epochs,
+        }
+        # every solver compares the same names, because ranks may differ in the solver
+        await agree(self.comm, {**facts, **dict.fromkeys(_FACTS), **self.facts})
         counts = await self.comm.allgather(torch.tensor([own.rows]), "rows")
         self.rows = [int(count) for count in counts]
 
@@ -316,12 +330,13 @@ class Sgd(Solver):
         if schedule == "adagrad":
             self.weights = problem.weights(AdaptiveWeights)
         self.staleness, self.background = staleness, background
-        self.facts = {"batch_size": batch_size, "staleness": staleness, "schedule": (schedule, lr)}
         # every exchange in flight needs its own collective and channel
         self._slots = [
             (self._collective(Dense, None), comm.channel(comm.tag + i))
             for i in range(staleness + 1)
         ]
+        self.facts = {"batch_size": batch_size, "staleness": staleness, "schedule": (schedule, lr)}
+        self.facts["options of the exchange"] = settings_of(self._slots[0][0])
         self._in_flight: deque[tuple[Callable[[], Awaitable[Reduced]], float]] = deque()
 
     @property
@@ -333,9 +348,9 @@ class Sgd(Solver):
         """Return the number of steps on the rank with the most rows."""
         return -(-max(self.rows) // self.batch_size)
 
-    async def start(self) -> None:
+    async def start(self, epochs: int | None = None) -> None:
         """Start like any ``Solver``; measure the rows, and choose a learning rate if none is given."""
-        await super().start()
+        await super().start(epochs)
         problem, weights = self.problem, self.weights
         if self.lr is not None and not isinstance(weights, AdaptiveWeights):
             return
@@ -449,8 +464,9 @@ class Scd(Solver):
             f"scd needs a smooth loss, {problem.model} has a corner; choose logistic, or sgd",
         )
         self.coordinates, self.curvature = coordinates, problem.loss.curvature
-        self.facts = {"coordinates": coordinates, "seed": self.seed}
         self.collective = self._collective(DenseSlices, 1.0)
+        self.facts = {"coordinates": coordinates, "seed": self.seed}
+        self.facts["options of the exchange"] = settings_of(self.collective)
         ones = np.ones((problem.rows, 1), problem.dtype)
         # the intercept is an extra last column of ones
         self.columns = hstack([problem.features, ones], format="csc")
@@ -461,9 +477,9 @@ class Scd(Solver):
         """Return the number of steps that exhaust the largest slice."""
         return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
 
-    async def start(self) -> None:
+    async def start(self, epochs: int | None = None) -> None:
         """Start like any ``Solver``; also find the columns that occur in the data."""
-        await super().start()
+        await super().start(epochs)
         here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
         occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]
         # the vector of updates has one more element, for the intercept, and is cut at the same places

@@ -41,3 +41,18 @@ def fit_shares():
 def test_an_estimator_on_two_ranks():
     classes, accuracy = launch(fit_shares, 2)
     assert classes == ["no", "yes"] and accuracy > 0.8
+
+
+def fit_without_rows():
+    features, labels = make_data()
+    mine = slice(60) if dist.get_rank() == 0 else slice(0)
+    names = np.where(labels > 0, "yes", "no")[mine]
+    given = names if len(names) else []  # an empty list has no strings
+    ours = SparseLinearClassifier().fit(features[mine], given, comm=sparsync.connect())
+    alone = SparseLinearClassifier().fit(features, np.where(labels > 0, "yes", "no"))
+    return ours.classes_.tolist(), float(abs(ours.coef_ - alone.coef_).max())
+
+
+def test_a_rank_without_rows_takes_part_in_an_estimator():
+    classes, difference = launch(fit_without_rows, 2)
+    assert classes == ["no", "yes"] and difference < 1e-9

@@ -7,8 +7,10 @@ from sklearn.datasets import load_digits, make_classification
 from sklearn.linear_model import SGDClassifier
 from sklearn.utils.estimator_checks import check_estimator
 
-from sparsync import ConfigurationError
+from sparsync import ConfigurationError, simulate
+from sparsync.errors import DisagreementError
 from sparsync.published.sparcml.linear import SparseLinearClassifier
+from sparsync.published.sparcml.linear.estimator import _all_classes
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,35 @@ def test_an_svm_has_no_probabilities():
 def test_bad_options_are_one_clear_line(options, said):
     with pytest.raises(ConfigurationError, match=said):
         SparseLinearClassifier(**options).fit([[0.0], [1.0]], [0, 1])
+
+
+# ---- labels of several ranks -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "dtype"),
+    [
+        ([np.array([0, 1], np.int8), np.array([300])], [0, 1, 300], np.int64),
+        ([np.array([0, 1]), np.array([1.0, 2.0])], [0, 1, 2], np.float64),
+        ([np.array([True, False]), np.array([True])], [False, True], np.bool_),
+        ([np.array(["b"]), np.array(["long", "a"])], ["a", "b", "long"], np.dtype("U4")),
+        ([np.array(["b"], object), np.array(["a"])], ["a", "b"], object),
+        ([np.array(["b", "a"]), np.array([])], ["a", "b"], np.dtype("U1")),  # a rank without rows
+        ([np.array([]), np.array([])], [], np.float64),
+    ],
+)
+def test_classes_are_those_of_all_ranks_in_one_dtype(labels, classes, dtype):
+    results = simulate(lambda comm: _all_classes(comm, labels[comm.rank]), 2).results
+    assert [(found.tolist(), found.dtype) for found in results] == [(classes, dtype)] * 2
+
+
+def test_ranks_with_numbers_and_strings_as_labels_all_say_so():
+    labels = [np.array([]), np.array([3, 4]), np.array(["a", "b"]), np.array([3])]
+
+    async def program(comm):
+        with pytest.raises(DisagreementError) as caught:
+            await _all_classes(comm, labels[comm.rank])
+        return str(caught.value)
+
+    said = "type of the labels: rank 1 has numbers, rank 2 has strings; give all ranks the same"
+    assert simulate(program, 4).results == [f"ranks disagree on the {said}"] * 4

@@ -15,7 +15,7 @@ from sklearn.utils.metaestimators import available_if  # type: ignore[import-unt
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped, unused-ignore]
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped, unused-ignore]
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, DisagreementError
 from sparsync.published.sparcml.linear.problem import Problem, Products
 from sparsync.published.sparcml.linear.solvers import SOLVERS, Solver
 from sparsync.transports.agree import texts_of
@@ -90,8 +90,8 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         """Train on this rank's rows `[rows, features]`, sparse or dense, and labels `[rows]`.
 
         Args:
-            X: this rank's rows.
-            y: their labels.
+            X: this rank's rows; one rank of several may have none, `[0, features]`.
+            y: their labels, numbers on all ranks or strings on all ranks.
             comm: the communicator; all of its ranks call this method, each with its own rows.  None
                 means a single rank.
 
@@ -99,12 +99,15 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
             ConfigurationError: an invalid option; fewer than two classes.
             PeerError: ranks disagree, or a rank is gone.
         """
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=(np.float64, np.float32))
+        comm = comm or SoloCommunicator()
+        checks = {"accept_sparse": "csr", "dtype": (np.float64, np.float32)}
+        least = 1 if comm.world_size == 1 else 0  # one rank of several may have no rows
+        X, y = validate_data(self, X, y, ensure_min_samples=least, **checks)
         check_classification_targets(y)
         if self.epochs < 1:
             raise ConfigurationError(f"epochs is {self.epochs}; give at least 1")
-        comm = comm or SoloCommunicator()
         self.classes_ = run(_all_classes(comm, np.unique(y)))
+        y = y.astype(self.classes_.dtype)
         if len(self.classes_) < 2:
             raise ConfigurationError(
                 f"the labels have {len(self.classes_)} class; give rows of at least two classes"
@@ -179,9 +182,25 @@ async def _train(solver: Solver, epochs: int) -> None:
 
 
 async def _all_classes(comm: Communicator, mine: NDArray[Any]) -> NDArray[Any]:
-    """Return the union of the ranks' labels, numbers or strings, in ascending order; `[classes]`."""
+    """Return the union of the ranks' labels, numbers or strings, in ascending order; `[classes]`.
+
+    Raises:
+        DisagreementError: on all ranks; some have numbers, and others strings.
+    """
     if comm.world_size == 1:
         return mine
-    texts = await texts_of(comm, json.dumps(mine.tolist()), "classes")
-    labels = [label for theirs in texts for label in json.loads(theirs)]
-    return np.unique(np.array(labels, dtype=None if mine.dtype.kind in "US" else mine.dtype))
+    numbers = mine.dtype.kind in "biuf"
+    dtype = mine.dtype.str if numbers else "O" if mine.dtype.kind == "O" else "U"
+    own = json.dumps(["numbers" if numbers else "strings", dtype, mine.tolist()])
+    told = {r: json.loads(text) for r, text in enumerate(await texts_of(comm, own, "classes"))}
+    told = {r: theirs for r, theirs in told.items() if theirs[2]}  # the others have no rows
+    firsts = {kind: r for r, (kind, _, _) in reversed(told.items())}
+    if len(firsts) > 1:
+        said = ", ".join(f"rank {r} has {kind}" for kind, r in sorted(firsts.items()))
+        raise DisagreementError(
+            f"ranks disagree on the type of the labels: {said}; give all ranks the same"
+        )
+    if not told:
+        return mine
+    labels = [label for _, _, theirs in told.values() for label in theirs]
+    return np.unique(np.array(labels, np.result_type(*(dtype for _, dtype, _ in told.values()))))

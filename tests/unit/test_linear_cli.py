@@ -175,6 +175,13 @@ def test_predicted_labels_have_all_of_their_digits(command, tmp_path):
     assert err.endswith("12 labels, 100.00 % of them equal to --data's\n")
 
 
+def test_without_held_out_rows_there_is_no_accuracy(command, tmp_path):
+    rows = write(tmp_path / "few.svm", [1, 2, 1])  # every tenth row is held out
+    code, out, _ = command("linear", "--data", rows, "--transport", "sim", "--ranks", 2)
+    assert code == 0 and "nan" not in out and "accuracy" not in out
+    assert "too few rows to hold any out" in out
+
+
 @pytest.mark.parametrize(
     ("labels", "options", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -83,6 +84,11 @@ def _ratio(dense: Sequence[float], own: Sequence[float]) -> float | None:
     return sum(dense) / sum(own) if sum(own) else None
 
 
+def _percent(share: float) -> str:
+    """Write a percentage, or "-" if no row is held out (NaN)."""
+    return "-" if math.isnan(share) else f"{100 * share:.2f} %"
+
+
 def tables(results: Sequence[LinearResult]) -> Group:
     """Show the ratios to dense, then seconds and bytes per epoch, then the losses."""
     scd = results[0].solver == "scd"
@@ -97,7 +103,7 @@ def tables(results: Sequence[LinearResult]) -> Group:
             "of it exchange": format_seconds(fmean(result.seconds_communication)),
             "sent per epoch": format_bytes(fmean(result.bytes_sent)),
             "loss": f"{result.objective[-1]:.4f}",
-            "accuracy": f"{100 * result.accuracy[-1]:.2f} %",
+            "accuracy": _percent(result.accuracy[-1]),
         }
         for result in results
     ]
@@ -120,10 +126,12 @@ def _caption(results: Sequence[LinearResult]) -> str:
     ranks = f"{first.ranks} ranks over {carriers}{place}"
     if first.transport == "sim":
         ranks = f"{first.ranks} virtual ranks in one process"
+    held_out = not math.isnan(first.accuracy[-1])
+    accuracy = f"accuracy on {first.accuracy_on}" if held_out else "too few rows to hold any out"
     lines = [
         f"{ranks}; {first.model} by {first.solver}, {first.data}",
         f"{first.rows:,} rows, {first.dimensions:,} weights, {first.steps} steps per epoch{late}",
-        f"sent: by the rank that sends most; accuracy on {first.accuracy_on}",
+        f"sent: by the rank that sends most; {accuracy}",
     ]
     if any(result.bytes_ratio is not None for result in results):
         lines.append("fewer, faster, speed-up: ratios to dense")

@@ -1,6 +1,9 @@
 """Test that elastic training refuses bad arguments in one line, before it connects."""
 
 import json
+import os
+import select
+import signal
 import time
 from threading import Event
 from types import SimpleNamespace
@@ -114,6 +117,45 @@ def test_a_run_without_faults_that_lacked_a_rank_is_no_baseline():
     run.applied[4] = {0: Applied(4.0, 4, 2, 1, True, 0.0)}
     with pytest.raises(PeerError, match="step 4: without faults, 1 of 2 ranks contributed"):
         run._check_whole()
+
+
+# standard error is a pipe, so that it ends together with the last process
+KILLED = """
+import multiprocessing, os, signal, time
+import torchft.coordination
+from sparsync.cli.train import elastic
+
+class Seat:
+    def enter(self):
+        os.kill(os.getppid(), signal.SIGKILL)
+        raise FileNotFoundError(2, "gone with the parent", "/proc/1/fd/6")
+
+def blocked(*_, **__):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(20)
+
+elastic._train = torchft.coordination.LighthouseServer = blocked
+os.dup2(os.open({errors!r}, os.O_WRONLY), 2)
+pipe = multiprocessing.get_context("fork").Pipe()[1]
+call = {{"target": elastic.{function}, "args": (pipe, {seat}), "daemon": True}}
+multiprocessing.get_context("fork").Process(**call).start()
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("seat", ["None", "Seat()"])
+@pytest.mark.parametrize("function", ["_be_rank", "be_lighthouse"])
+def test_processes_end_silently_with_the_command(tmp_path, function, seat):
+    errors = f"{tmp_path}/errors"
+    os.mkfifo(errors)
+    file = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        done = run_python(KILLED.format(errors=errors, function=function, seat=seat))
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        ended, _, _ = select.select([file], [], [], 10)
+        assert ended and os.read(file, 1 << 16) == b""
+    finally:
+        os.close(file)
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ __all__ = [
     "RankError",
     "StartLine",
     "check_local_ranks",
+    "ending_with_parent",
     "gather",
     "launch",
     "launched_ranks",
@@ -312,14 +313,6 @@ def _be_forked(
     timeout: float,
 ) -> None:
     """Run a forked rank; a rank that fails exits immediately, so that the others notice."""
-
-    def end_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
     rank, world_size, port, seat, environ = place
     os.environ.update(environ)  # the fork server's environment dates from its own start
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
@@ -343,8 +336,29 @@ def _be_forked(
         destroy_process_group()
         return result if rank == 0 else None
 
-    if not _report(pipe, run):
-        os._exit(1)  # a broken group must not block the interpreter's exit
+    with ending_with_parent():
+        if not _report(pipe, run):
+            os._exit(1)  # a broken group must not block the interpreter's exit
+
+
+@contextmanager
+def ending_with_parent() -> Iterator[None]:
+    """Exit when the parent ends, without a word about its pipes and namespaces, which end as well."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    except (OSError, EOFError):
+        parent.join(1.0)  # it may just be ending
+        if not parent.is_alive():
+            os._exit(1)
+        raise
 
 
 def _be_started_by_mpiexec(path: str) -> None:

@@ -31,7 +31,7 @@ import torch
 
 from sparsync.algorithm import Algorithm
 from sparsync.cli.lab import Lab, Seat, local_address
-from sparsync.cli.launch import check_local_ranks
+from sparsync.cli.launch import check_local_ranks, ending_with_parent
 from sparsync.cli.output import Columns, drawing, progress
 from sparsync.cli.train.exchanges import attach_elastic, attached_as
 from sparsync.cli.train.settings import TrainSettings
@@ -471,39 +471,41 @@ def be_lighthouse(
     A rank that is silent for ``silence`` milliseconds counts as dead.
     """
     _leave_interrupts_to_parent()
-    from torchft.coordination import LighthouseServer  # only needed by this command
+    with ending_with_parent():
+        from torchft.coordination import LighthouseServer  # only needed by this command
 
-    _hush()
-    if seat is not None:
-        seat.enter()
-    host = local_address() or _LOOPBACK
-    server = LighthouseServer(
-        bind=f"{host}:{port}",
-        min_replicas=1,
-        join_timeout_ms=60_000,
-        quorum_tick_ms=50,
-        heartbeat_timeout_ms=silence,
-    )
-    pipe.send(f"http://{host}:{server.address().rpartition(':')[2]}")
-    with suppress(EOFError):
-        pipe.recv()
+        _hush()
+        if seat is not None:
+            seat.enter()
+        host = local_address() or _LOOPBACK
+        server = LighthouseServer(
+            bind=f"{host}:{port}",
+            min_replicas=1,
+            join_timeout_ms=60_000,
+            quorum_tick_ms=50,
+            heartbeat_timeout_ms=silence,
+        )
+        pipe.send(f"http://{host}:{server.address().rpartition(':')[2]}")
+        with suppress(EOFError):
+            pipe.recv()
 
 
 def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
     """Train with the settings ``given``, and report steps; an error ends this rank and the run."""
     _leave_interrupts_to_parent()
-    _hush()
-    if seat is not None:
-        seat.enter()
-    try:
-        _train(pipe, *given)
-    except SparsyncError as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-    except (BrokenPipeError, EOFError):
-        pass  # the parent no longer listens
-    except Exception as error:  # a silent rank with a heartbeat would keep the others waiting
-        traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
+    with ending_with_parent():
+        _hush()
+        if seat is not None:
+            seat.enter()
+        try:
+            _train(pipe, *given)
+        except SparsyncError as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+        except (BrokenPipeError, EOFError):
+            pass  # the parent no longer listens
+        except Exception as error:  # a silent rank with a heartbeat would keep the others waiting
+            traceback.print_exc()
+            pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
     os._exit(0)  # torchft's servers would keep the process alive
 
 

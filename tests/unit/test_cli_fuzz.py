@@ -373,6 +373,27 @@ def test_an_output_that_is_full_is_an_error_of_one_line():
     assert "No space left on device" in ended.stderr
 
 
+# as Python starts after ``>&-``
+CLOSED = """
+import os, sys
+for number, name in enumerate(("stdout", "stderr")[:{streams}], start=1):
+    os.close(number)
+    setattr(sys, name, None)
+sys.argv[1:] = {arguments}
+from sparsync.cli.app import main
+main()
+"""
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("options", [(), ("--json", "-"), ("--ranks", "x")])
+def test_closed_outputs_discard_what_is_written(streams, options):
+    ended = run_python(CLOSED.format(streams=streams, arguments=[*PLAN, *options]))
+    refused = options == ("--ranks", "x")
+    assert (ended.returncode, ended.stdout) == (2 if refused else 0, "")
+    assert ended.stderr.count("\n") == (refused and streams == 1), ended.stderr
+
+
 def test_a_launchers_rank_that_is_no_number_is_one_line(monkeypatch, command):
     monkeypatch.setenv("RANK", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")

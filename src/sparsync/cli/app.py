@@ -109,7 +109,14 @@ def _options(
 def main() -> None:
     """Run the command line; exit with 0, 1 (a rank failed), 2 (bad input) or 130 (interrupted)."""
     arguments = sys.argv[1:] or ["--help"]
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed before Python started, as by ``>&-``
+            # the lowest free descriptor is the closed one, which ranks inherit and duplicate
+            file = os.open(os.devnull, os.O_WRONLY)
+            os.set_inheritable(file, True)
+            stream = os.fdopen(file, "w")
+            setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):
             # an ASCII terminal, or a file name that is not valid text, must not abort a run
             stream.reconfigure(errors="backslashreplace")

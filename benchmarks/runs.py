@@ -53,6 +53,8 @@ class Runs:
             return
         started = time.perf_counter()
         fields = {k: v for k, v in spec.items() if k != "algorithm" and not k.startswith("part")}
+        if spec["algorithm"] == "dense":
+            fields.pop("density", None)  # it identifies the run, but dense has none
         settings = TrainSettings(ranks=self.ranks, **fields, **options)
         results = train(settings, [spec["algorithm"]])
         assert results is not None, "start this without a launcher"

@@ -53,6 +53,10 @@ BAD_INPUT = {
         (["--algorithm", "best"], ", eager-majority, fp16, powersgd"),
         (["--algorithm", "wagna"], "unknown algorithm 'wagna' (did you mean wagma"),
         (["--density", "0"], "density is 0.0"),
+        (
+            ["--algorithm", "dense,updates", "--density", "0.1"],
+            "--density has no effect on dense, updates; leave it out, or add an algorithm that",
+        ),
         (["--ranks", "0"], "ranks is 0; give at least 1"),
         (["--steps", "many"], "--steps"),
         (["--seed", "-1"], "seed is -1"),
@@ -188,6 +192,8 @@ BAD_INPUT = {
         (["--straggler", "3"], "straggler is '3'; give RANK:FACTOR"),
         (["--straggler", "99:2"], "straggler is 99:2; give RANK:FACTOR with a rank in [0, 32)"),
         (["--straggler", "1:0.5"], "a factor >= 1"),
+        (["--straggler", "1:2"], "slows computation, which takes 0 s; add --compute SEC"),
+        (["--inputs", "uniform", "--shared", "0.9"], "--shared is only for --inputs spread, not"),
         (["--ports", "two"], "ports is 'two'; give single or unlimited"),
         (["--machine", "nowhere.json"], "cannot read --machine 'nowhere.json'"),
         (

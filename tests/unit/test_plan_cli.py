@@ -143,11 +143,27 @@ def test_the_memory_of_a_rank_needs_no_network(command):
 
 
 @pytest.mark.parametrize(
-    "option", [("--algorithm", "oktopk"), ("--all",), ("--budget", "1e6"), ("--compute", 0.1)]
+    "option",
+    [
+        ("--algorithm", "oktopk"),
+        ("--all",),
+        ("--budget", "1e6"),
+        ("--compute", 0.1),
+        ("--ranks", 8),
+    ],
 )
 def test_memory_alone_refuses_what_a_prediction_of_time_needs(command, option):
     code, _, err = command("plan", "--model-size", "1e9", "--optimizer", "adamw", *option)
     assert code == 2 and f"{option[0]}: for predictions of time, which need --network" in err
+
+
+def test_density_changes_the_memory_of_gradients_alone(command):
+    given = ["plan", "--model-size", "1e9", "--density", "0.1", "--optimizer"]
+    code, out, _ = command(*given, "sgd")  # 4 bytes for each entry, and 12 for one in ten
+    assert code == 0 and "+ gradients      5.2 GB" in out
+    code, out, err = command(*given, "muon")
+    assert (code, out) == (2, "") and "--density has no effect on the memory of muon, with" in err
+    assert "choose one of sgd, sgd-momentum, adamw, muon" in command(*given, "adam")[2]
 
 
 def test_memory_stands_below_a_plan_and_other_optimizers_are_refused(command):

@@ -29,6 +29,8 @@ def test_a_scheme_is_made_without_arguments_and_has_its_defaults(name):
 @pytest.mark.parametrize(
     ("flag", "given", "without", "having"),
     [
+        ("--density", {"density": 0.1}, ["dense", "powersgd", "wagma", "quantised"], "oktopk"),
+        ("--density", {"density": 0.1}, ["qsparse-local:density=0.2"], "qsparse-local"),
         ("--warmup-steps", {"warmup_steps": 7}, ["dense", "local"], "budgeted"),
         ("--momentum-correction", {"momentum_correction": True}, ["fp16", "wagma"], "redsync"),
         ("--buffers local", {"buffers": "local"}, ["dense", "oktopk"], "local"),
@@ -60,7 +62,8 @@ def one_rank():
 
 def test_an_option_goes_to_the_schemes_that_have_it(one_rank):
     settings = TrainSettings(workload="digits", period=3, density=0.1, transport="torch")
-    check_algorithms(settings, ["dense", "allreduce", "local"])  # one of them has a period
+    # one of them has a period, and another one a density
+    check_algorithms(settings, ["dense", "allreduce", "local", "qsparse-local"])
     own, workload = "qsparse-local:period=5,density=0.2", settings.make_workload()
     made = {
         name: make_exchange(settings, name, workload.make_model(0))

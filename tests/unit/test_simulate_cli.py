@@ -76,5 +76,5 @@ def test_several_world_sizes_are_a_column_each(command, tmp_path):
 
 
 def test_a_straggler_must_be_a_rank_of_every_world(command):
-    code, _, err = command("simulate", "--ranks", "4,2", "--straggler", "3:2")
+    code, _, err = command("simulate", "--ranks", "4,2", "--compute", "1", "--straggler", "3:2")
     assert code == 2 and "straggler is 3:2; give RANK:FACTOR with a rank in [0, 2)" in err

@@ -83,7 +83,7 @@ def command(
         ModelSize,
         Option(help="Trained parameters of the model, e.g. 7e9.", parser=whole),
     ],
-    ranks: Annotated[str, option("World size; several separated by commas.")] = "8",
+    ranks: Annotated[str | None, option("World size; several separated by commas.", "8")] = None,
     density: Annotated[
         float | None, option("k / n to exchange.", "0.01, or what the budget allows")
     ] = None,
@@ -121,16 +121,21 @@ def command(
     alone = json == Path("-")
     if not alone:
         check_outputs(json)
-    worlds = numbers("ranks", ranks, int)
+    worlds = numbers("ranks", "8" if ranks is None else ranks, int)
     within("ranks", worlds, ManyRanks)
     check("model", repr(model), model in ("full", "paper"), "full or paper")
     content: Any
     exchanges = {"--compute": compute, "--budget": budget, "--all": all_ or None}
     if optimizer is not None and (network, machine, rtt, model) == (None, None, None, "full"):
-        beyond = _given({"--algorithm": algorithm, **exchanges})
+        beyond = _given({"--ranks": ranks, "--algorithm": algorithm, **exchanges})
         require(
             not beyond,
             f"{beyond}: for predictions of time, which need --network or --machine; add one, or omit it",
+        )
+        require(
+            density is None or optimizer.startswith("sgd") or optimizer not in get_args(Optimizer),
+            f"--density has no effect on the memory of {optimizer}, with which updates are exchanged "
+            "whole; omit it",
         )
         density = DEFAULT_DENSITY if density is None else check_density(density)
         uses = footprints(model_size, entries_at(density, model_size), cast("Optimizer", optimizer))

@@ -31,6 +31,7 @@ from sparsync.cli.values import (
     check_fields,
 )
 from sparsync.cost.machine import Machine
+from sparsync.errors import require
 from sparsync.presets import PRESETS, resolve
 from sparsync.selection import Everything
 from sparsync.transports.sim import Links, Topology
@@ -129,6 +130,14 @@ class SimulationSettings:
             good = 0 <= rank < self.ranks and 1 <= factor < math.inf
             expected = f"RANK:FACTOR with a rank in [0, {self.ranks}) and a factor >= 1"
             check("straggler", f"{rank}:{factor:g}", good, expected)
+        require(
+            not self.stragglers or self.compute + self.spread > 0,
+            "--straggler slows computation, which takes 0 s; add --compute SEC, or omit it",
+        )
+        require(
+            self.inputs == SPREAD or self.shared == SimulationSettings.shared,
+            f"--shared is only for --inputs {SPREAD}, not {self.inputs!r}; omit one of them",
+        )
 
     def contenders(self) -> list[Contender | Scheme]:
         """Return one row per algorithm, the baselines first."""

@@ -27,6 +27,7 @@ from sparsync.errors import ConfigurationError, require
 from sparsync.handle import Handle
 from sparsync.options import Compression, Transport
 from sparsync.presets import PRESETS, preset, resolve
+from sparsync.selection import Everything
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.ledger import Traffic
 from sparsync.updates.family import OUTER_SETTINGS
@@ -175,7 +176,10 @@ def _check_used(settings: TrainSettings, found: Sequence[Named]) -> None:
     local = settings.space == "local"  # whose exchange takes all of them, dense included
     plain = [one for one in found if one.name in ("dense", *HOOKS) and not local]
     presets = [one for one in found if one not in schemes and one not in plain]
+    selecting = [one for one in (*schemes, *presets) if _selects(one)]
     for flag, given, having in (
+        # the default period of --space local follows from the density as well
+        ("--density", settings.density != TrainSettings.density, found if local else selecting),
         ("--warmup-steps", settings.warmup_steps > 0, presets),
         ("--momentum-correction", settings.momentum_correction, presets),
         ("--buffers local", settings.buffers == "local", found if local else schemes),
@@ -188,6 +192,13 @@ def _check_used(settings: TrainSettings, found: Sequence[Named]) -> None:
         )
     if settings.curve_keys is not None and plain:
         say(f"{plain[0].name} is DDP's own exchange over gloo, which --curve-keys does not encrypt")
+
+
+def _selects(one: Named) -> bool:
+    """Return whether an algorithm selects entries, as many as the common density says."""
+    if one.name in SCHEMES:
+        return options_of(one.name).get("density", 1.0) < 1 and "density" not in one.options
+    return not isinstance(resolve(one.name, **one.options).make_selector(), Everything)
 
 
 def _nothing() -> None:

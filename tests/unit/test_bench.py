@@ -136,6 +136,14 @@ def test_sizes_and_densities_may_be_lists(command):
         assert title in out
 
 
+def test_a_row_is_measured_once(command, tmp_path):
+    path, small = tmp_path / "b.json", ["--steps", 1, "--warmup", 0, "--ranks", 2]
+    what = ["--collectives", "dense,Dense,TopkA,allgather", "--size", "400,400"]
+    code, _, _ = command("bench", *what, "--density", "0.1,0.10", *small, "--json", path)
+    assert code == 0
+    assert [row["collective"] for row in json.loads(path.read_text())] == ["dense", "allgather"]
+
+
 def test_the_same_seed_gives_the_same_rows():
     settings = BenchSettings(("oktopk",), 3, (3000,), steps=2, warmup=1, seed=7)
     again, other = dataclasses.replace(settings), dataclasses.replace(settings, seed=8)

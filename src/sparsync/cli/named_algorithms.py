@@ -58,7 +58,7 @@ class Named:
 
 
 def labels(text: str, *tables: Table[Any], tell: bool = True, **limits: Any) -> tuple[str, ...]:
-    """Split a list of algorithms; return a label for each, which ``named`` can parse.
+    """Split a list of algorithms; return a label for each different one, which ``named`` can parse.
 
     Standard error gets a line about each paper's name that is another one here, because tables and JSON
     have the names of rows.
@@ -73,7 +73,7 @@ def labels(text: str, *tables: Table[Any], tell: bool = True, **limits: Any) -> 
         ConfigurationError: as for ``named``; or a piece is neither a name nor an option.
 
     Example:
-        >>> labels("Dense, Ok-Topk:threshold_period=128,cap=none, TopkA", PRESETS)
+        >>> labels("Dense, Ok-Topk:threshold_period=128,cap=none, TopkA, dense", PRESETS)
         ('dense', 'oktopk:threshold_period=128,cap=none', 'allgather')
     """
     found: list[str] = []
@@ -93,7 +93,7 @@ def labels(text: str, *tables: Table[Any], tell: bool = True, **limits: Any) -> 
             given = typed.partition(":")[0].strip()
             if fold(given) != fold(row.name):
                 say(f"{given} is {row.name} here")
-    return tuple(row.label for row in rows)
+    return tuple(dict.fromkeys(row.label for row in rows))  # two names may refer to the same row
 
 
 def named(

@@ -184,8 +184,7 @@ def _given(options: Mapping[str, object]) -> str:
 
 def _named(text: str) -> list[Algorithm]:
     """Return the algorithms of a list, with names that show their options."""
-    found = dict.fromkeys(labels(text, PRESETS))  # two names may refer to the same row
-    return [replace(algorithm_of(label), name=label) for label in found]
+    return [replace(algorithm_of(label), name=label) for label in labels(text, PRESETS)]
 
 
 def _in_table_1(text: str | None) -> list[str]:
@@ -193,7 +192,7 @@ def _in_table_1(text: str | None) -> list[str]:
     if text is None:
         return list(TABLE_1)
     # the table has the papers' names
-    found = list(dict.fromkeys(labels(text, PRESETS, tell=False)))
+    found = list(labels(text, PRESETS, tell=False))
     missing = ", ".join(name for name in found if name not in TABLE_1)
     known = ", ".join(TABLE_1)
     require(not missing, f"the paper's Table 1 has no {missing}; choose among {known}")

@@ -212,8 +212,8 @@ def command(
     else:
         settings = BenchSettings(
             collectives=labels(collectives, PRESETS),
-            sizes=numbers("size", size, int),
-            densities=numbers("density", density or "0.01", float),
+            sizes=tuple(dict.fromkeys(numbers("size", size, int))),
+            densities=tuple(dict.fromkeys(numbers("density", density or "0.01", float))),
             links=parse_network(network),
             **fields,
         )

@@ -208,7 +208,10 @@ BAD_INPUT = {
     "plan --ranks 2 --model-size 1000": [
         (["--network", "1gbit,1us", "--algorithm", "topk"], "(did you mean TopkA or gtopk"),
         (["--network", "1gbit,1us", "--algorithm", "gtopk", "--all"], "choose one of them"),
-        (["--network", "1gbit,1us", "--algorithm", "auto"], "the cost of 'auto' is unknown"),
+        (
+            ["--network", "1gbit,1us", "--algorithm", "dense,Auto:budget=9"],
+            "plan compares by default; omit --algorithm, or choose among allgather, budgeted, dense",
+        ),
         ([], "name one, e.g. --network 10gbit,20us, or give --machine FILE"),
         (["--network", "fast"], "cannot read 'fast'"),
         (["--network", "1gbit,1us", "--density", "7"], "density is 7.0"),

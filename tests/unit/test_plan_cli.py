@@ -23,6 +23,11 @@ def test_the_table_is_ranked(command):
     assert "hidden" not in command("plan", *BERT)[1].splitlines()[2]
 
 
+def test_help_lists_collectives_alone(command):
+    out = " ".join(command("plan", "--help")[1].split())
+    assert "With commas: allgather, budgeted, dense, " in out and "those of auto" in out
+
+
 def test_the_json_has_what_is_asked_for(command, tmp_path):
     path = tmp_path / "new" / "plan.json"
     assert command("plan", *BERT, "--all", "--json", path)[0] == 0

@@ -75,6 +75,7 @@ MachineFile = Annotated[
     option("Measurements of sparsync doctor --json; --network overrides its links."),
 ]
 
+_COLLECTIVES = tuple(name for name in sorted(PRESETS) if name != "auto")
 _MESSAGES = "messages: one after the other, not in total; each costs the latency"
 
 
@@ -96,7 +97,7 @@ def command(
     ] = None,
     algorithm: Annotated[
         str | None,
-        option(f"With commas: {', '.join(sorted(PRESETS))}. {OPTIONS_HELP}", "those of auto"),
+        option(f"With commas: {', '.join(_COLLECTIVES)}. {OPTIONS_HELP}", "those of auto"),
     ] = None,
     all_: Annotated[
         bool, Option("--all", help="Compare every collective, including those that quantise.")
@@ -184,7 +185,13 @@ def _given(options: Mapping[str, object]) -> str:
 
 def _named(text: str) -> list[Algorithm]:
     """Return the algorithms of a list, with names that show their options."""
-    return [replace(algorithm_of(label), name=label) for label in labels(text, PRESETS)]
+    found = labels(text, PRESETS)
+    require(
+        all(label.partition(":")[0] != "auto" for label in found),
+        "auto chooses among the collectives that plan compares by default; omit --algorithm, or choose "
+        f"among {', '.join(_COLLECTIVES)}",
+    )
+    return [replace(algorithm_of(label), name=label) for label in found]
 
 
 def _in_table_1(text: str | None) -> list[str]:

@@ -10,6 +10,7 @@ from sparsync.cli import app as cli
 from sparsync.cli.train.schedule import Plateau, parse_schedule
 from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import CommunicationError, ConfigurationError
+from tests.fresh import run_python
 
 
 def test_alone_it_prints_help(command):
@@ -327,6 +328,26 @@ def test_the_timeout_of_elastic_ranks_is_the_one_given(command, monkeypatch, giv
     code, _, err = command("train", "--elastic", *given)
     assert code == 0, err
     assert seen[0].timeout == seconds
+
+
+INTERRUPTED = """
+import os, signal, sys
+from sparsync.cli.launch import fork_server
+
+os.setpgid(0, 0)
+signal.signal(signal.SIGINT, lambda *_: print("the command", flush=True))
+context = fork_server("torch")
+os.killpg(0, signal.SIGINT)  # as a terminal does on Ctrl-C, here while the server starts
+process = context.Process(target=signal.raise_signal, args=(signal.SIGINT,))
+process.start()
+process.join()
+sys.exit(process.exitcode)
+"""
+
+
+def test_an_interrupt_reaches_the_command_alone():
+    done = run_python(INTERRUPTED)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "the command\n", "")
 
 
 def test_exit_codes(capsys):

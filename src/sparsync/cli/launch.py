@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -43,11 +44,15 @@ from sparsync.transports.communicator import check_timeout
 from sparsync.transports.launchers import destroy_process_group, detect, init_process_group
 from sparsync.transports.rendezvous import machine
 
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext  # not on Windows
+
 __all__ = [
     "RankError",
     "StartLine",
     "check_local_ranks",
     "ending_with_parent",
+    "fork_server",
     "gather",
     "launch",
     "launched_ranks",
@@ -172,14 +177,32 @@ Pipes = tuple[Mapping[int, Connection], Callable[[int], str]]
 """A pipe per rank for its result or error, and a function that describes a rank that sent none."""
 
 
+def fork_server(*imports: str) -> ForkServerContext:
+    """Start the server that forks processes, which import these modules only once; return its context.
+
+    The server and the processes ignore Ctrl-C from their first moment on.  A terminal sends it to all
+    processes, but the command ends them itself.
+    """
+    from multiprocessing import forkserver, resource_tracker  # not on Windows
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(imports))
+    resource_tracker.ensure_running()  # when it starts, it unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
+
+
 @contextmanager
 def _forked(world_size: int, call: tuple[Any, ...], lab: Lab | None) -> Iterator[Pipes]:
     # the parent serves the store on a port chosen by the system, so that jobs do not race for ports and
     # no port is blocked after a crash
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
     # sparsync imports torch; making an optimizer imports torch._dynamo, which takes each rank 3 s
-    context.set_forkserver_preload(["sparsync", "torch._dynamo"])
+    context = fork_server("sparsync", "torch._dynamo")
     processes, pipes = [], {}
     for rank in range(world_size):
         pipes[rank], theirs = context.Pipe(duplex=False)

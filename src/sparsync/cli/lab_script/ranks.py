@@ -334,11 +334,10 @@ def _nothing() -> Iterator[dict[str, str]]:
 @contextmanager
 def _lighthouse(lab: Lab, place: int) -> Iterator[dict[str, str]]:
     """Run torchft's lighthouse; yield the variable that names its address."""
-    import multiprocessing
-
+    from sparsync.cli.launch import fork_server
     from sparsync.cli.train.elastic import be_lighthouse
 
-    context = multiprocessing.get_context("forkserver")
+    context = fork_server()
     here, theirs = context.Pipe()
     process = context.Process(target=be_lighthouse, args=(theirs, lab.seat(place)), daemon=True)
     process.start()

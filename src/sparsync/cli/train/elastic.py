@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import os
 import random
-import signal
 import sys
 import time
 import traceback
@@ -31,7 +29,7 @@ import torch
 
 from sparsync.algorithm import Algorithm
 from sparsync.cli.lab import Lab, Seat, local_address
-from sparsync.cli.launch import check_local_ranks, ending_with_parent
+from sparsync.cli.launch import check_local_ranks, ending_with_parent, fork_server
 from sparsync.cli.output import Columns, drawing, progress
 from sparsync.cli.train.exchanges import attach_elastic, attached_as
 from sparsync.cli.train.settings import TrainSettings
@@ -196,8 +194,7 @@ class _Run:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
         self.stopped = stopped  # by Ctrl-C, or by another run's failure
         check_local_ranks()
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["sparsync", "torch._dynamo"])
+        self.context = fork_server("sparsync", "torch._dynamo")
         self.random = random.Random(settings.seed)
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, Any] = {}
@@ -470,7 +467,6 @@ def be_lighthouse(
 
     A rank that is silent for ``silence`` milliseconds counts as dead.
     """
-    _leave_interrupts_to_parent()
     with ending_with_parent():
         from torchft.coordination import LighthouseServer  # only needed by this command
 
@@ -492,7 +488,6 @@ def be_lighthouse(
 
 def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
     """Train with the settings ``given``, and report steps; an error ends this rank and the run."""
-    _leave_interrupts_to_parent()
     with ending_with_parent():
         _hush()
         if seat is not None:
@@ -507,11 +502,6 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
             traceback.print_exc()
             pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
     os._exit(0)  # torchft's servers would keep the process alive
-
-
-def _leave_interrupts_to_parent() -> None:
-    """Ignore Ctrl-C, which a terminal sends to all processes; the parent then ends this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _hush() -> None:

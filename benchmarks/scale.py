@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from frontier.tasks import BETAS, TASKS, GptWorkload, Task, grouped
-from schedules import METHODS, rate_at
+from schedules import METHODS, clip_of, rate_at
 from virtual_updates import train_dense, train_updates
 
 from sparsync.cli.workloads.workload import Draw
@@ -78,7 +78,7 @@ def make(run: Mapping[str, Any]) -> dict[str, Any]:
         lambda step: run["lr"] * rate_at(run["schedule"], step, steps),
         steps,
     )
-    more = {"ranks": ranks, "clip": task.clip}
+    more = {"ranks": ranks, "clip": clip_of(run["method"], task.clip, ranks)}
     if run["method"] == "dense":
         model, sent = train_dense(*arguments, **more), None
     else:

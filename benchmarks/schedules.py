@@ -245,6 +245,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "updates": DEFAULT,
         # the default for larger models
         "two-bits": TWO_BITS,
+        "two-bits-clip": TWO_BITS,  # see clip_of
         "one-bit": ONE_BIT,
         "four-bits": {**ONE_BIT, "algorithm": resolve("quantised", bits=4, block=512)},
         # fewer exchanges: a half and three quarters of the bytes
@@ -263,6 +264,15 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "no-warmup": {**ONE_BIT, "warmup_steps": 0},
     }
 )
+
+
+def clip_of(method: str, clip: float, ranks: int) -> float:
+    """Return the largest norm of a rank's gradient.
+
+    With "two-bits-clip", it is the root of P times that of dense training, because a rank's gradient is
+    up to so much longer than the average of P.
+    """
+    return clip * ranks**0.5 if method == "two-bits-clip" else clip
 
 
 def largest_ratio(optimizer: torch.optim.Optimizer) -> float:
@@ -292,7 +302,8 @@ def make(run: dict[str, Any]) -> dict[str, Any]:
         lambda step: run["lr"] * rate_at(run["schedule"], step, run["steps"]),
         run["steps"],
     )
-    more = {"ranks": run["ranks"], "clip": task.clip}
+    clip = clip_of(run["method"], task.clip, run["ranks"])
+    more = {"ranks": run["ranks"], "clip": clip}
     if run["method"] == "dense":
         model, sent = train_dense(*arguments, **more), None
     else:
@@ -318,8 +329,9 @@ def report(rows: list[dict[str, Any]]) -> str:
         'the best of several for dense AdamW with cosine decay to a tenth. "updates" is the default, '
         '"two-bits" that of models from a million parameters: two bits on every second step. The other '
         "rows of exchanged updates have one bit on every second step, but for what their names say. "
-        'All but "updates" and "two-bits" were measured when a matrix had one share of noise '
-        'for all of its rows, "..., whole" with otherwise the same settings as these two.',
+        'All but "updates", "two-bits" and "two-bits-clip" were measured when a matrix had one share '
+        'of noise for all of its rows, "..., whole" with otherwise the same settings as the first two. '
+        '"two-bits-clip" clips a rank\'s gradient to the root of P times the norm of dense training.',
         "",
         "| task | steps | ranks | rate | schedule | method | seeds | dense | over dense "
         "| abs(m) / sqrt(v) | bytes per parameter and step |",

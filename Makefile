@@ -21,8 +21,9 @@ ASAN_TESTS := tests/contracts/test_kernels.py tests/unit/test_levels.py tests/un
   tests/unit/test_messages.py tests/unit/test_packed.py tests/unit/test_wire_hostile.py \
   tests/unit/test_forwarder.py tests/unit/test_gradient_noise.py
 
-# the files as collected: sorted by their numbers of tests, those with few and long tests would begin last
-AT_ONCE := --dist loadfile --no-loadscope-reorder tests src papers/src
+AT_ONCE := --dist loadfile tests src papers/src
+# as collected: the ten minutes of tests/claims/test_elastic.py are not to begin last
+LONGEST_FIRST := --no-loadscope-reorder
 
 # interpreters for which `make dist` builds wheels, where they are there: pyenv's, or those of the path
 PYENV_PYTHONS := $(wildcard $(HOME)/.pyenv/versions/3.1[0-4].*/bin/python)
@@ -77,7 +78,7 @@ test-only: $(TOOLS)
 	$(BIN)/pytest -m "not slow and alone" tests/distributed
 
 test-slow: $(TOOLS)
-	$(BIN)/pytest -m "slow and not alone" -n 4 $(AT_ONCE)
+	$(BIN)/pytest -m "slow and not alone" -n 4 $(AT_ONCE) $(LONGEST_FIRST)
 	$(BIN)/pytest -m "slow and alone" tests/distributed
 
 coverage: $(TOOLS)

@@ -218,6 +218,7 @@ def test_top(backend):
             same(backend.top(x, k), specification.top(x, k))
 
 
+@pytest.mark.fast(2)
 @every_backend
 def test_count_from(backend):
     for make, n in CASES:

@@ -166,6 +166,7 @@ UPDATES_FIRST = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast(2)
 @KINDS
 def test_a_killed_replica_returns_while_the_others_go_on(job, outer):
     run = job(3, outer=outer)
@@ -206,6 +207,7 @@ def test_a_replica_arrives_in_an_exchange_that_all_refuse(job):
     run.finish()
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("way", ["gloo", "keys"])
 def test_a_killed_replica_returns_over_gloo_and_encrypted(job, way, tmp_path):
     make_curve_keys(tmp_path, 3)
@@ -254,6 +256,7 @@ def test_the_density_is_said_by_one_replica_and_by_none_that_joins(job):
     assert "exchanges" not in Path(run.errors.name, "0").read_text()
 
 
+@pytest.mark.fast(1)
 @BOTH
 def test_one_that_has_not_caught_up_at_the_end_gets_the_last_weights(job, outer):
     run = job(2, outer=outer)
@@ -328,6 +331,7 @@ def test_a_replica_that_takes_no_step_leaves_in_the_others_steps(job, outer):
     assert np.allclose(sum(put), there, rtol=1e-4, atol=1e-4), abs(sum(put) - there).max()
 
 
+@pytest.mark.fast(1)
 @BOTH
 def test_all_replicas_are_asked_to_end_at_once(job, outer):
     """As at Slurm's time limit, no rank remains to take over residuals, and none waits for one."""

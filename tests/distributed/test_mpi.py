@@ -53,6 +53,7 @@ def test_the_lab_refuses_mpi():
 
 
 @on_ranks(RANKS, mpi=True)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "name", [*CALLS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )

@@ -236,6 +236,7 @@ def test_the_names_of_a_page_exist(room):
 # ---- programs ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("room", PAPERS)
 def test_the_programs_of_a_page_run(room, tmp_path):
     blocks = [block for block in programs(room) if not is_commands(block)]

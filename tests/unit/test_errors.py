@@ -38,6 +38,7 @@ say("two")
 """
 
 
+@pytest.mark.fast(1)
 @pytest.mark.parametrize(
     "broken",
     [

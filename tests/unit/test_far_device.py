@@ -146,6 +146,7 @@ def alone():
     dist.destroy_process_group()
 
 
+@pytest.mark.fast(60)
 @pytest.mark.filterwarnings("ignore:AdamW divides by its second moment")
 @pytest.mark.parametrize(
     "compute",

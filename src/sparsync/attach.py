@@ -105,8 +105,8 @@ def attach(
             None means 1 %, and more below a million parameters: up to 100 % at 46,000
             (``default_density``).  The first rank of the group reports the choice once.
         exchange: "gradients", "updates", or "auto", which takes updates if an optimizer other than SGD
-            is given, or an ``algorithm`` that only exchanges updates.  The group's first
-            rank reports once what is exchanged and why, and how the optimizer's steps are treated.
+            is given, or an ``algorithm`` that only exchanges updates.  The group's first rank reports
+            once what is exchanged and why, and how the optimizer's steps are treated.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.

@@ -99,13 +99,12 @@ class Averager(Stateful):
         model: a plain module (not DDP or FSDP), equal on all ranks, which is averaged in place.
             Parameters that are frozen at this time are not sent.  With None, only the coroutines can be
             used.
-        comm: the communicator; by default ``sparsync.connect()``, which needs
-            ``torch.distributed`` if a launcher started several ranks.
+        comm: the communicator; by default ``sparsync.connect()``, which needs ``torch.distributed`` if a
+            launcher started several ranks.
         buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
             "local" until ``finish`` averages them.  Buffers that hold Inf or ``torch.finfo(dtype).min``
             (masks) and integer buffers always stay local until then; ``finish`` takes the latter from
-            rank 0.  Buffers that
-            ``state_dict`` leaves out (``persistent=False``) are never touched.
+            rank 0.  Buffers that ``state_dict`` leaves out (``persistent=False``) are never touched.
         optimizer: the optimizer to whose state ``moments`` applies.
         moments: tensors of the optimizer's state with their parameter's shape stay "local" (even after
             ``finish``) or "average" with the parameters; "reset" drops the whole state whenever an

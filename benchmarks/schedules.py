@@ -248,6 +248,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "two-bits-clip": TWO_BITS,  # see clip_of
         "one-bit": ONE_BIT,
         "four-bits": {**ONE_BIT, "algorithm": resolve("quantised", bits=4, block=512)},
+        "two-bits-every": {**TWO_BITS, "period": 1},
         # fewer exchanges: a half and three quarters of the bytes
         "two-bits-4": {**TWO_BITS, "period": 4},
         "three-bits-4": {

@@ -92,19 +92,21 @@ def train_updates(
             optimizers=optimizers,
             weighs=None if seen else False,
         )
-        averaging = float(ranks)
+        averaging, short = float(ranks), 0
         for step in range(steps):
             _set_rates(optimizers, rate_at(step))
             model.zero_grad()
             loss_of(model, step, comm.rank).backward()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+            short, begins = short + 1, outer.begins(step)
             for optimizer in optimizers:
-                if noise is not None:
+                if noise is not None and begins:
                     remember(optimizer, noise.steps)
                 optimizer.step()
-                if noise is not None:
-                    correct(optimizer, noise.shares, averaging)
-                    lengthen(optimizer, noise.steps, noise.shares, averaging)
+                if noise is not None and begins:
+                    correct(optimizer, noise.shares, averaging, noise.counts, short)
+                    lengthen(optimizer, noise.steps, noise.shares, averaging, short)
+            short = 0 if begins else short
             if noise is not None and outer.begins_last(step):
                 noise.sample(step)
             after_step(model, optimizers[-1])

@@ -31,7 +31,7 @@ __all__ = [
 
 
 Counts = dict[Tensor, tuple[Any, float]]
-"""By parameter, an optimizer's count of steps: the object in its state, and its value."""
+"""By parameter, an optimizer's count of steps: the object in its state (None: any), and its value."""
 
 _MOMENTS: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})  # in the state of Adam and AdamW
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
@@ -246,7 +246,9 @@ class GradientNoise:
         named = ("squares", "row_squares", "last", "common", "lasting")
         kept = {name: getattr(self, f"_{name}").clone() for name in named}
         counts = {"measured": self._measured, "step": self._step, "pairs": self._pairs}
-        return {**kept, "values": self.values.clone(), **counts}
+        known = [self.counts.get(parameter, (None, -1.0))[1] for parameter in self._parameters]
+        corrected = torch.tensor(known, dtype=torch.float64)
+        return {**kept, "values": self.values.clone(), "corrected": corrected, **counts}
 
     def kind(self) -> Kind:
         """Return the kind of every field of a saved state."""
@@ -263,6 +265,7 @@ class GradientNoise:
                 "common": Common(as_here(self._common)),
                 "lasting": Common(as_here(self._lasting)),
                 "values": as_here(self.values),
+                "corrected": Values((len(self._parameters),), torch.float64, least=-1),
                 **dict.fromkeys(("measured", "step", "pairs"), count),
             }
         )
@@ -273,6 +276,8 @@ class GradientNoise:
         self._row_squares = state["row_squares"].clone()
         self._lasting, self._pairs = state["lasting"].clone(), int(state["pairs"])
         self._measured, self._step = int(state["measured"]), int(state["step"])
+        known = zip(self._parameters, state["corrected"].tolist(), strict=True)
+        self.counts = {parameter: (None, count) for parameter, count in known}
         self.values.copy_(state["values"])
         self._last.copy_(state["last"])
         self._find_shares()
@@ -389,8 +394,9 @@ def correct(
     shares: Mapping[Tensor, float | Tensor],
     ranks: float,
     counts: Counts | None = None,
+    steps: int = 1,
 ) -> None:
-    """Lengthen the last step as if it had used the second moment of averaged gradients.
+    """Lengthen the last ``steps`` as if they had used the second moment of averaged gradients.
 
     The average of a parameter's gradients over P ``ranks`` has k times the squares of a single rank's
     gradient (``shares``, see ``GradientNoise``).  Dense training divides by the root of ``k v``, but a
@@ -401,8 +407,12 @@ def correct(
     where both moments are bias-corrected.  Adam's own moments are not changed, and nothing is divided
     by the rate, so any schedule works.
 
-    A step that the optimizer was told to skip is not corrected, nor are parameters whose count of steps
-    is still that in ``counts``, which is updated: a subclass may step on some of its calls only.
+    Several steps are lengthened together, just before they are exchanged, as if each had been the last
+    one.  Until then a rank's weights lie up to sqrt(P) times closer to those of the others, and so do the
+    points at which it takes its gradients: most of what lengthening adds is this rank's own noise.
+
+    A step that the optimizer was told to skip is not corrected.  Of each parameter, only the steps since
+    its count in ``counts`` are, which is updated: a subclass may step on some of its calls only.
 
     Cost: one pass, which reads three tensors and writes one.  If steps are counted on a device
     (``fused``, ``capturable``), the host waits for the counts once.
@@ -413,18 +423,19 @@ def correct(
     stepped = [] if found_inf(optimizer) or ranks <= 1 else list(with_moments(optimizer))
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
+        known, before = counts.get(parameter, (None, -1.0))
         # the same tensor, because a state that was loaded or dropped counts anew
-        known, before = counts.get(parameter, (None, 0.0))
+        if before >= 0 and (known is None or known is state["step"]):
+            short = min(step - before, steps)
+        else:
+            short = 0.0 if parameter.grad is None else min(step, steps)
         counts[parameter] = state["step"], step
-        rests = (
-            parameter.grad is None if known is None else (known is state["step"] and before == step)
-        )
-        if rests or not _shortened(shares.get(parameter)):
+        if short <= 0 or not _shortened(shares.get(parameter)):
             continue
         (beta1, beta2), share = group["betas"], shares[parameter]
         # the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)
-        rate = -float(group["lr"]) / (1 - beta1**step)
+        rate = -float(group["lr"]) * short / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
         tensors, eps = (*moments, local_of(parameter)), float(group["eps"])
         # by chance, a measured share may be below 1 / P, the share of pure noise

@@ -177,6 +177,10 @@ class OuterEngine(Stateful):
         for place in self._runs(slice(0, values.numel()), most):
             weights.write(place, values[place])
 
+    def begins(self, step: int) -> bool:
+        """Return whether a fragment is sent after local step ``step``."""
+        return bool(self._due(step))
+
     def begins_last(self, step: int) -> bool:
         """Return whether the last fragment, which has the buffers, is sent after local step ``step``."""
         return (len(self.layout.fragments) or 1) - 1 in self._due(step)

@@ -76,6 +76,7 @@ def lengthen(
     steps: Mapping[Tensor, Tensor],
     shares: Mapping[Tensor, Any],  # floats here: only Adam's matrices of tokens have shares of rows
     ranks: float,
+    several: int = 1,
 ) -> None:
     """Lengthen the last step, so that the average over ranks is as long as a single rank's step.
 
@@ -84,8 +85,10 @@ def lengthen(
 
         w += step (1 / sqrt(k) - 1),    1 / P <= k <= 1
 
-    where the step excludes weight decay.  ``remember`` must have filled ``steps`` before the step; this
-    function overwrites them with the step.  The optimizer's state is not changed.
+    where the step excludes weight decay.  With ``several`` steps since the last call, their whole
+    lengthening is that of the last one, times their number.  ``remember`` must have filled ``steps``
+    before the last step; this function overwrites them with the step.  The optimizer's state is not
+    changed.
 
     Cost: ``remember`` reads the weights and writes a copy; this function reads and writes both.  Memory:
     a copy of the weights.
@@ -105,4 +108,4 @@ def lengthen(
         # least possible
         share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:
-            weights.add_(step, alpha=share**-0.5 - 1)
+            weights.add_(step, alpha=several * (share**-0.5 - 1))

@@ -27,7 +27,18 @@ from sparsync.errors import ConfigurationError, require
 from sparsync.exclusive import Guard, check_outside_ddp, exchanged_updates
 from sparsync.feedback.changes import begin_together
 from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
-from sparsync.fields import Common, Exactly, Fields, Kind, check_saved, common_facts, opened, sealed
+from sparsync.fields import (
+    Common,
+    Each,
+    Exactly,
+    Fields,
+    Kind,
+    Number,
+    check_saved,
+    common_facts,
+    opened,
+    sealed,
+)
 from sparsync.gradients.sentinel import check_replicas
 from sparsync.handle import CommHook, Handle, Hook, Presence, call_after_backward, weakly
 from sparsync.options import Options
@@ -219,6 +230,9 @@ class UpdateSync(Handle):
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
         self._groups: dict[torch.optim.Optimizer, int] = {}  # how many groups each one had
+        self._short: dict[
+            torch.optim.Optimizer, int
+        ] = {}  # steps that have not been lengthened yet
         self._tell = options.tell
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
@@ -294,7 +308,7 @@ class UpdateSync(Handle):
         )
         # remember the weights after the checks and before the optimizer writes: the step is
         # computed as a difference
-        if (noise := self._weights.noise) is not None:
+        if (noise := self._weights.noise) is not None and self.outer.begins(self.outer.steps):
             remember(optimizer, noise.steps)
             if self.outer.begins_last(self.outer.steps):
                 noise.hold(optimizer)
@@ -355,8 +369,11 @@ class UpdateSync(Handle):
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
-            correct(optimizer, noise.shares, self._weights.ranks, noise.counts)
-            lengthen(optimizer, noise.steps, noise.shares, self._weights.ranks)
+            short = self._short[optimizer] = self._short.get(optimizer, 0) + 1
+            if self.outer.begins(self.outer.steps):
+                self._short[optimizer], ranks = 0, self._weights.ranks
+                correct(optimizer, noise.shares, ranks, noise.counts, short)
+                lengthen(optimizer, noise.steps, noise.shares, ranks, short)
         # the last optimizer ends an iteration: ranks count iterations, not optimizer steps
         if optimizer is self.outer.optimizers[-1]:
             self.step()
@@ -687,6 +704,7 @@ class UpdateSync(Handle):
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "pieces": copy.deepcopy(self._pieces),
             "noise": None if noise is None else noise.state_dict(),
+            "short": [self._short.get(one, 0) for one in self.outer.optimizers],
         }
         return sealed("updates", content)
 
@@ -712,6 +730,7 @@ class UpdateSync(Handle):
             "scaler": SCALER_KIND,
             "pieces": Exactly(self._pieces),
             "noise": Exactly(None) if noise is None else noise.kind(),
+            "short": Each((Number(0, whole=True),) * len(outer.optimizers)),
         }
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
@@ -789,6 +808,7 @@ class UpdateSync(Handle):
         load_weights(module, self._weights.trained, state)
         if self._weights.noise is not None:
             self._weights.noise.load_state_dict(state["noise"])
+        self._short = dict(zip(self.outer.optimizers, state["short"], strict=True))
         self._count_ranks()
         self._before = None
         self._count_for_node()

@@ -275,6 +275,39 @@ def test_agreement_tells_data_that_differ_from_noise(apart, noise):
     assert told.agreement == pytest.approx(1 / (1 + apart**2), abs=0.15)
 
 
+def test_steps_are_corrected_together_as_often_as_a_parameter_was_stepped():
+    """The second parameter rests in every second step, and the third gets its first gradients late."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(3, 5, dtype=torch.float64)) for _ in range(3)]
+    optimizer, counts = torch.optim.AdamW(parameters, **GROUP), {}
+    expected = {2: [2, 1, 0], 4: [2, 1, 0], 6: [2, 1, 1], 8: [2, 1, 2], 10: [4, 1, 4]}
+
+    def end(parameter, times):
+        state = optimizer.state[parameter]
+        step, mean, square = state["step"].item(), state["exp_avg"], state["exp_avg_sq"]
+        root = (square / (1 - 0.99**step)).sqrt()
+        missing = 1 / (root / 2 + 1e-8) - 1 / (root + 1e-8)  # the share of squares is 1 / 4
+        return parameter.detach() - times * 0.1 * missing * mean / (1 - 0.9**step)
+
+    for step in range(1, 11):
+        for parameter, rests in zip(parameters, (False, step % 2, step < 6), strict=True):
+            parameter.grad = None if rests else torch.randn_like(parameter) + 1
+        optimizer.step()
+        if step == 10:  # as after a load: nothing is known but that there were four steps
+            counts = {parameter: (torch.ones(()), 7.0) for parameter in parameters[::2]} | {
+                parameters[1]: counts[parameters[1]]
+            }
+        if step in expected:
+            ends = [
+                end(*of) if of[1] else of[0].detach().clone()
+                for of in zip(parameters, expected[step], strict=True)
+            ]
+            steps = 4 if step == 10 else 2
+            correct(optimizer, dict.fromkeys(parameters, 0.25), 4, counts, steps)
+            for parameter, its in zip(parameters, ends, strict=True):
+                torch.testing.assert_close(parameter.detach(), its)
+
+
 def test_a_fused_step_that_a_scaler_skips_is_not_corrected():
     """Torch sets the count of a skipped first step back to 0, and the bias correction divides by it."""
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.presets import resolve
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.updates import OUTER_SETTINGS, OuterStep
-from sparsync.updates.gradient_noise import correct, noise_of
+from sparsync.updates.gradient_noise import TOGETHER, correct, noise_of
 from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.weights import ModelWeights
@@ -98,15 +98,16 @@ def train_updates(
             model.zero_grad()
             loss_of(model, step, comm.rank).backward()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-            short, begins = short + 1, outer.begins(step)
+            short += 1
+            lengthens = outer.begins(step) or short >= TOGETHER
             for optimizer in optimizers:
-                if noise is not None and begins:
+                if noise is not None and lengthens:
                     remember(optimizer, noise.steps)
                 optimizer.step()
-                if noise is not None and begins:
+                if noise is not None and lengthens:
                     correct(optimizer, noise.shares, averaging, noise.counts, short)
                     lengthen(optimizer, noise.steps, noise.shares, averaging, short)
-            short = 0 if begins else short
+            short = 0 if lengthens else short
             if noise is not None and outer.begins_last(step):
                 noise.sample(step)
             after_step(model, optimizers[-1])

@@ -424,6 +424,26 @@ def test_hooks_lengthen_steps_when_they_are_exchanged(kind):
             assert 0 < min(shares.values()) < 0.9
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adamax])
+def test_a_long_period_lengthens_four_steps_together(kind):
+    """Lengthening 100 steps by 100 times the last one would leap."""
+    settings = {**ONE_BIT, "algorithm": "dense", "warmup_steps": 0, "period": 7}
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.01)
+    with sparsync.attach(net, optimizer, OuterStep(**settings)) as sync:
+        for step in range(13):  # exchanged after steps 6 and 13
+            before = [p.detach().clone() for p in net.parameters()]
+            step_of(net, optimizer, step)
+            for parameter, began in zip(net.parameters(), before, strict=True):
+                if step > 6:
+                    share = max(sync._weights.noise.shares[parameter], 1 / 3)
+                    moved = own_step(optimizer, parameter)
+                    more = 4 * (own_step(optimizer, parameter, share) - moved) * (step == 10)
+                    torch.testing.assert_close(parameter.detach() - began, moved + more)
+        assert min(sync._weights.noise.shares.values()) < 0.9
+
+
 @on_ranks(2)
 def test_rows_of_an_embedding_are_lengthened_by_their_own_shares():
     """Token 0 is seen by both ranks, token 1 or 2 by one of them, and tokens 3 to 5 by none."""

@@ -19,6 +19,7 @@ from sparsync.units import flatten, is_finite, local_of, output_parameters, unfl
 from sparsync.updates.step_length import of_own_length
 
 __all__ = [
+    "TOGETHER",
     "GradientNoise",
     "common_rate",
     "correct",
@@ -33,6 +34,9 @@ __all__ = [
 Counts = dict[Tensor, tuple[Any, float]]
 """By parameter, an optimizer's count of steps: the object in its state (None: any), and its value."""
 
+# Steps that may be lengthened together.  Steps in a row are alike, because moments remember some ten of
+# them; a hundred times the last one would be a leap of mostly its own noise.
+TOGETHER: Final = 4
 _MOMENTS: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})  # in the state of Adam and AdamW
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
 _RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused

@@ -50,7 +50,7 @@ from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
 from sparsync.units import check_same_parameters, kinds_of, local_of, substituted, training
 from sparsync.updates.fragments import Begin
-from sparsync.updates.gradient_noise import correct
+from sparsync.updates.gradient_noise import TOGETHER, correct
 from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.rank_state import (
     SCALER_KIND,
@@ -308,8 +308,9 @@ class UpdateSync(Handle):
         )
         # remember the weights after the checks and before the optimizer writes: the step is
         # computed as a difference
-        if (noise := self._weights.noise) is not None and self.outer.begins(self.outer.steps):
-            remember(optimizer, noise.steps)
+        if (noise := self._weights.noise) is not None:
+            if self._lengthens(optimizer):
+                remember(optimizer, noise.steps)
             if self.outer.begins_last(self.outer.steps):
                 noise.hold(optimizer)
 
@@ -369,11 +370,12 @@ class UpdateSync(Handle):
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
-            short = self._short[optimizer] = self._short.get(optimizer, 0) + 1
-            if self.outer.begins(self.outer.steps):
-                self._short[optimizer], ranks = 0, self._weights.ranks
+            lengthens, ranks = self._lengthens(optimizer), self._weights.ranks
+            short = self._short.get(optimizer, 0) + 1
+            if lengthens:
                 correct(optimizer, noise.shares, ranks, noise.counts, short)
                 lengthen(optimizer, noise.steps, noise.shares, ranks, short)
+            self._short[optimizer] = 0 if lengthens else short
         # the last optimizer ends an iteration: ranks count iterations, not optimizer steps
         if optimizer is self.outer.optimizers[-1]:
             self.step()
@@ -384,6 +386,10 @@ class UpdateSync(Handle):
                 f"{type(self.outer.optimizers[-1]).__name__}, the last optimizer that attach was "
                 "given, after whose steps ranks exchange; give the one that steps always as the last"
             )
+
+    def _lengthens(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether steps are lengthened after the present one, as they are before an exchange."""
+        return self.outer.begins(self.outer.steps) or self._short.get(optimizer, 0) + 1 >= TOGETHER
 
     def _note_idle(self, what: str) -> None:
         """Warn once if training goes on without a local step that counts, so nothing is exchanged."""

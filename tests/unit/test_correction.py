@@ -94,6 +94,42 @@ def test_what_is_exchanged_whole_keeps_its_velocity():
     assert_equal(dense, reference(momentum=0.9))
 
 
+@pytest.mark.parametrize("algorithm", ["allgather", "gtopk", "halving", "budgeted", "oktopk"])
+def test_only_what_a_rank_has_sent_loses_its_velocity(algorithm):
+    """A rank that drops or rounds a sum takes entries of others back, which it has not sent."""
+
+    async def program(comm):
+        units, selected = plan_units([("a", torch.zeros(400))]), []
+        reducer = Reducer(comm, units, resolve(algorithm), 0.05, None, Correction(0.9))
+        select = reducer._select
+        reducer._select = lambda unit: selected.append(select(unit)) or selected[-1]
+        for step in range(6):
+            draw = torch.Generator().manual_seed(100 * step + comm.rank)
+            gradient = torch.randn(400, generator=draw)
+            expected = 0.9 * reducer.corrector.velocities[0] + gradient
+            await reducer.reduce([gradient])
+            velocity, kept = reducer.corrector.velocities[0], reducer.residuals[0].value
+            lost = ((velocity == 0) & (expected != 0)).nonzero().flatten()
+            assert lost.numel()
+            mine = selected[-1]
+            assert set(lost.tolist()) <= set(mine.indices.tolist())
+            values = torch.zeros(400).index_put_((mine.indices,), mine.values)
+            assert ((values - kept)[lost].sign() == values[lost].sign()).all()
+
+    simulate(program, 4)
+
+
+def test_a_rank_keeps_the_velocity_of_what_it_drops_in_gtopk():
+    async def program(comm):
+        units = plan_units([("a", torch.zeros(4))])
+        reducer = Reducer(comm, units, resolve("gtopk"), 0.25, None, Correction(0.9))
+        await reducer.reduce([torch.tensor([[5.0, 1, 0, 0.5], [0, 0.5, 0, 3]][comm.rank])])
+        return reducer.corrector.velocities[0].tolist(), reducer.residuals[0].value.tolist()
+
+    first, second = simulate(program, 2).results
+    assert first == ([0, 1, 0, 0.5], [0, 1, 0, 3.5]) and second == ([0, 0.5, 0, 0], [0, 0.5, 0, 0])
+
+
 @pytest.mark.parametrize("parts", [([0], [1]), ([1], [0]), ([1, 0],)])
 def test_units_that_are_exchanged_one_by_one_have_the_velocities_of_a_whole_step(parts):
     correction, apart = Correction(0.9), replace(resolve("allgather"), shared=False)
@@ -180,7 +216,8 @@ def test_the_previous_norm_is_this_norm_one_step_later():
     for start, piece in enumerate(first):
         corrector.correct_(0, start, piece)
     assert torch.cat(first).tolist() == pytest.approx([0.6, 0.8])
-    corrector.retain([SparseVector.empty(2, first[0])])
+    none = [SparseVector.empty(2, first[0])]
+    corrector.retain(none, none)
     assert not corrector.waits
     second = torch.tensor([10.0])
     corrector.correct_(0, 0, second)  # by the norm of the previous step, 5

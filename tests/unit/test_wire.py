@@ -200,6 +200,14 @@ def test_whole_rounds_to_its_dtype_and_keeps_finite_values_finite(dtype):
     assert Whole(torch.bfloat16).is_exact(dtype) == (dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize("coded", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_finite_values_stay_finite_in_every_pair_of_dtypes(dtype, coded):
+    values = torch.tensor([torch.finfo(dtype).max, -torch.finfo(dtype).max, 1.0], dtype=dtype)
+    decoded = Whole(coded).encode(DenseVector(values)).decoded.values
+    assert decoded.isfinite().all() and decoded[0] == -decoded[1] > 65_000 and decoded[2] == 1
+
+
 # ---- sizes ------------------------------------------------------------------------------------------
 
 

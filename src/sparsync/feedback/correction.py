@@ -101,7 +101,8 @@ class Corrector:
         >>> (unit,) = plan_units([("w", torch.zeros(2))])
         >>> corrector = Corrector(Correction(momentum=0.5), [unit], world_size=1)
         >>> gradient = torch.tensor([1.0, 2.0])
-        >>> corrector.correct_(0, 0, gradient); corrector.retain([SparseVector.empty(2, gradient)])
+        >>> none = [SparseVector.empty(2, gradient)]
+        >>> corrector.correct_(0, 0, gradient); corrector.retain(none, none)
         >>> gradient = torch.tensor([1.0, 2.0]); corrector.correct_(0, 0, gradient); gradient.tolist()
         [1.5, 3.0]
     """
@@ -171,14 +172,17 @@ class Corrector:
         if scale < 1:
             gradient.mul_(scale)
 
-    def retain(self, delivered: Sequence[Vector]) -> None:
-        """Close the step: keep the new velocities, but with masking not those of delivered entries."""
+    def retain(self, selected: Sequence[Vector], delivered: Sequence[Vector]) -> None:
+        """Close the step: keep the new velocities, but with masking not those of delivered entries.
+
+        Both are given by unit.
+        """
         if self.correction.momentum:
             self.velocities, self._next = self._next, self.velocities
         if self.correction.momentum and self.correction.masking:
-            for velocity, vector in zip(self.velocities, delivered, strict=True):
+            for velocity, mine, vector in zip(self.velocities, selected, delivered, strict=True):
                 if isinstance(vector, SparseVector):
-                    velocity[vector.indices] = 0
+                    velocity[_sent(mine, vector)] = 0
         if self.correction.clip is not None and self.correction.clip_norm == "previous":
             self.previous_norm = math.sqrt(self._squares) / self.scale
         self.restore()
@@ -201,6 +205,17 @@ class Corrector:
         self.scale = scale
         for velocity in self.velocities:
             velocity.mul_(factor)
+
+
+def _sent(selected: Vector, delivered: SparseVector) -> Tensor:
+    """Return the indices of delivered entries that this rank has selected itself."""
+    # ``delivered`` also holds what the rank takes back: rounding errors of a sum that it owns, and sums
+    # that it has dropped, where others' entries may outweigh its own (``collective.less``).
+    if not isinstance(selected, SparseVector) or not delivered.nnz:
+        return delivered.indices
+    at = torch.searchsorted(delivered.indices, selected.indices).clamp_(max=delivered.nnz - 1)
+    there = delivered.indices[at] == selected.indices
+    return selected.indices[there & (delivered.values[at].sign() == selected.values.sign())]
 
 
 def _square(gradient: Tensor) -> float:

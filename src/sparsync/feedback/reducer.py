@@ -107,6 +107,7 @@ class Reducer:
         self.notice = ""  # a message for the user, to be shown once
         self.reduced: dict[int, Reduced] = {}  # results of the open step, by unit
         self._later: dict[int, DenseVector] = {}  # accumulated gradients computed in runs, by unit
+        self._selected: dict[int, Vector] = {}  # for masking, by unit, until the step is closed
         # results already applied, by unit; None if they were applied before a state was saved
         self._committed: dict[int, Reduced | None] = {}
         self.lost: list[Vector] = []  # rounding errors of the last step that no rank keeps
@@ -196,6 +197,8 @@ class Reducer:
         plan = self.plan.units[unit]
         with self.comm.stage("select"):
             selected = self._select(unit)
+        if self.corrector:
+            self._selected[unit] = selected
         with self.comm.stage("communicate"):
             reducing = plan.collective.reduce(self.channel(unit), selected, plan.k, self.step)
             self.reduced[unit] = await reducing
@@ -272,7 +275,9 @@ class Reducer:
         everything = [result for _, result in sorted(self._committed.items()) if result is not None]
         if self.corrector:
             with self.comm.stage("mask"):
-                self.corrector.retain([result.delivered for result in everything])
+                selected = [vector for _, vector in sorted(self._selected.items())]
+                self.corrector.retain(selected, [result.delivered for result in everything])
+            self._selected.clear()
         self.plan.commit()
         self._close(everything, measured)
         return totals

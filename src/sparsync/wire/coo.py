@@ -294,8 +294,9 @@ def unpack_words(raw: Tensor, size: int) -> Tensor:
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round values; finite ones are clamped to the largest number that both dtypes can represent."""
     limit = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
-    largest = torch.tensor(limit).to(dtype)
-    if float(largest) > limit:  # 65,504 in float16 would round to 65,536 in bfloat16
-        largest = torch.nextafter(largest, torch.zeros_like(largest))
-    limit = float(largest)
+    for kind in (dtype, values.dtype):
+        largest = torch.tensor(limit, dtype=torch.float64).to(kind)
+        if float(largest) > limit:  # 65,504 in float16 would round to 65,536 in bfloat16
+            largest = torch.nextafter(largest, torch.zeros_like(largest))
+        limit = float(largest)
     return torch.where(values.isfinite(), values.clamp(-limit, limit), values).to(dtype)

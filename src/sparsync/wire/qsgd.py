@@ -157,8 +157,8 @@ class Qsgd(_Quantised[DenseVector]):
     probability equal to its fraction, otherwise down; s = ``2^(bits - 1) - 1``.
 
     Without ``shrink`` the codec is unbiased: the expectation of a decoded value is the given float32, up
-    to 2^-24 of its block's scale; values of a 16-bit dtype are then rounded to that dtype.  A NaN or Inf
-    entry arrives as NaN and does not affect its block's scale.
+    to 2^-24 of its block's scale (or 2^-149, where that is more); values of a 16-bit dtype are then
+    rounded to that dtype.  A NaN or Inf entry arrives as NaN and does not affect its block's scale.
 
     Args:
         bits: bits per value, including the sign: 2, 4 or 8.

@@ -99,15 +99,16 @@ def train_updates(
             loss_of(model, step, comm.rank).backward()
             nn.utils.clip_grad_norm_(model.parameters(), clip)
             short += 1
-            lengthens = outer.begins(step) or short >= TOGETHER
+            together = outer.begins(step) or short >= TOGETHER
             for optimizer in optimizers:
-                if noise is not None and lengthens:
+                if noise is not None:
                     remember(optimizer, noise.steps)
                 optimizer.step()
-                if noise is not None and lengthens:
+                if noise is not None:
+                    lengthen(optimizer, noise.steps, noise.shares, averaging)
+                if noise is not None and together:
                     correct(optimizer, noise.shares, averaging, noise.counts, short)
-                    lengthen(optimizer, noise.steps, noise.shares, averaging, short)
-            short = 0 if lengthens else short
+            short = 0 if together else short
             if noise is not None and outer.begins_last(step):
                 noise.sample(step)
             after_step(model, optimizers[-1])

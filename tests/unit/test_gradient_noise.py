@@ -107,8 +107,10 @@ def test_what_a_later_group_will_hold_is_measured_from_the_start():
         noise.measure()
         assert (noise.shares[model.bias] == 1) == (step < 20)
     assert all(0.3 < noise.shares[parameter] < 0.7 for parameter in model.parameters())
-    other = torch.optim.SGD([model.bias])
     trained = dict(model.named_parameters())
+    later = [torch.optim.Adamax([torch.nn.Parameter(torch.zeros(2))]), optimizer]
+    assert noise_of(later, {**trained, "new": torch.zeros(3)}).values.numel() == 66 * 3
+    other = torch.optim.SGD([model.bias])
     assert noise_of([torch.optim.AdamW([model.weight]), other], trained).values.numel() == 66
 
 

@@ -356,11 +356,11 @@ def noise_of(
         if not group["amsgrad"]
     }
     steps = {parameter for one in several for parameter, *_ in of_own_length(one)}
-    if memory and len(several) == 1:
-        # ``add_param_group`` may give it those that it does not hold yet, as they are unfrozen.  Steps
+    if first := next(filter(corrects, several), None):
+        # ``add_param_group`` may give it those that no optimizer holds yet, as they are unfrozen.  Steps
         # are not remembered ahead of that, because this would take a copy of such weights.
-        held = {p for group in several[0].param_groups for p in group["params"]}
-        beta = several[0].defaults["betas"][1]
+        held = {p for one in several for group in one.param_groups for p in group["params"]}
+        beta = first.defaults["betas"][1]
         memory |= {parameter: beta for parameter in trained.values() if parameter not in held}
     memory.update(dict.fromkeys(steps, _STEPS_KEPT))
     # use the model's order, because ranks may give optimizers their parameters in different orders

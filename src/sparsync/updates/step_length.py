@@ -76,7 +76,6 @@ def lengthen(
     steps: Mapping[Tensor, Tensor],
     shares: Mapping[Tensor, Any],  # floats here: only Adam's matrices of tokens have shares of rows
     ranks: float,
-    several: int = 1,
 ) -> None:
     """Lengthen the last step, so that the average over ranks is as long as a single rank's step.
 
@@ -85,10 +84,8 @@ def lengthen(
 
         w += step (1 / sqrt(k) - 1),    1 / P <= k <= 1
 
-    where the step excludes weight decay.  With ``several`` steps since the last call, their whole
-    lengthening is that of the last one, times their number.  ``remember`` must have filled ``steps``
-    before the last step; this function overwrites them with the step.  The optimizer's state is not
-    changed.
+    where the step excludes weight decay.  ``remember`` must have filled ``steps`` before the step; this
+    function overwrites them with the step.  The optimizer's state is not changed.
 
     Cost: ``remember`` reads the weights and writes a copy; this function reads and writes both.  Memory:
     a copy of the weights.
@@ -97,6 +94,7 @@ def lengthen(
         if parameter not in steps:
             continue
         weights, step = local_of(parameter), steps[parameter]
+        rests = torch.eq(weights, step).all() if parameter.grad is None else None
         torch.sub(weights, step, out=step)
         # transformers' Adafactor may choose its own rate (lr=None); the decay is then unknown
         rates = [float(group.get(key) or 0.0) for key in ("lr", "weight_decay")]
@@ -104,8 +102,11 @@ def lengthen(
         # step = (1 - decay) (w' - w) + decay w'
         if decays and (decay := rates[0] * rates[1]):
             step.mul_(1 - decay).add_(weights, alpha=decay)
+            # a parameter without a gradient is not even decayed; the host does not wait to know
+            if rests is not None:
+                step.masked_fill_(rests, 0.0)
         # by chance, a measured share may be below 1 / P, the share of pure noise, which is the
         # least possible
         share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:
-            weights.add_(step, alpha=several * (share**-0.5 - 1))
+            weights.add_(step, alpha=share**-0.5 - 1)

@@ -230,9 +230,7 @@ class UpdateSync(Handle):
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
         self._groups: dict[torch.optim.Optimizer, int] = {}  # how many groups each one had
-        self._short: dict[
-            torch.optim.Optimizer, int
-        ] = {}  # steps that have not been lengthened yet
+        self._short: dict[torch.optim.Optimizer, int] = {}  # steps that are not corrected yet
         self._tell = options.tell
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
@@ -309,8 +307,7 @@ class UpdateSync(Handle):
         # remember the weights after the checks and before the optimizer writes: the step is
         # computed as a difference
         if (noise := self._weights.noise) is not None:
-            if self._lengthens(optimizer):
-                remember(optimizer, noise.steps)
+            remember(optimizer, noise.steps)
             if self.outer.begins_last(self.outer.steps):
                 noise.hold(optimizer)
 
@@ -370,12 +367,13 @@ class UpdateSync(Handle):
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
-            lengthens, ranks = self._lengthens(optimizer), self._weights.ranks
+            shares, ranks = noise.shares, self._weights.ranks
+            lengthen(optimizer, noise.steps, shares, ranks)
             short = self._short.get(optimizer, 0) + 1
-            if lengthens:
-                correct(optimizer, noise.shares, ranks, noise.counts, short)
-                lengthen(optimizer, noise.steps, noise.shares, ranks, short)
-            self._short[optimizer] = 0 if lengthens else short
+            if self.outer.begins(self.outer.steps) or short >= TOGETHER:
+                correct(optimizer, shares, ranks, noise.counts, short)
+                short = 0
+            self._short[optimizer] = short
         # the last optimizer ends an iteration: ranks count iterations, not optimizer steps
         if optimizer is self.outer.optimizers[-1]:
             self.step()
@@ -386,10 +384,6 @@ class UpdateSync(Handle):
                 f"{type(self.outer.optimizers[-1]).__name__}, the last optimizer that attach was "
                 "given, after whose steps ranks exchange; give the one that steps always as the last"
             )
-
-    def _lengthens(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether steps are lengthened after the present one, as they are before an exchange."""
-        return self.outer.begins(self.outer.steps) or self._short.get(optimizer, 0) + 1 >= TOGETHER
 
     def _note_idle(self, what: str) -> None:
         """Warn once if training goes on without a local step that counts, so nothing is exchanged."""

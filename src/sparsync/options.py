@@ -129,9 +129,9 @@ class Transport:
         curve_keys: folder with one certificate per rank; zmq then encrypts and authenticates.
         interface, port_range, advertise: settings of zmq's sockets, see ``sparsync.connect``.
         hierarchy: for DDP, exchange densely inside a node on every step, and sparsely (or updates)
-            between nodes.  With "node", a node is a machine, i.e. as many consecutive ranks as the
-            launcher started on it; with "links", a node is a site, found by measuring all links at
-            ``attach``; or give a mesh (nodes, ranks of a node).
+            between nodes.  With "node", a node is a machine: of as many consecutive global ranks as the
+            launcher started on it, those in DDP's group; with "links", a node is a site, found by
+            measuring all links at ``attach``; or give a mesh (nodes, ranks of a node).
         world: without DDP, the ranks that train the model together, and refuse steps together; None
             for all ranks.  ``attach`` takes DDP's own.
         connect_timeout: seconds that ``attach`` may take to open the connections between ranks.

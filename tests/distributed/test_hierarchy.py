@@ -164,6 +164,48 @@ def test_what_cannot_work_is_refused():
         attach(ddp_model(), hierarchy="node")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "grid"),
+    [
+        (range(4), [[0, 1], [2, 3]]),
+        ([0, 2], [[0], [2]]),
+        ([2, 3], [[2, 3]]),
+        ([1, 0, 4, 5], [[0, 1], [4, 5]]),
+        ([1, 2], [[1], [2]]),
+    ],
+)
+def test_a_node_is_a_machine_even_if_the_group_leaves_out_ranks(ranks, grid):
+    assert hierarchy.grid_of("node", ranks, {"LOCAL_WORLD_SIZE": "2"}) == grid
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [("2", r"unequal sizes, \[\[0, 1\], \[2\]\]"), ("0", "it is '0'"), ("", "it is ''")],
+)
+def test_machines_with_unequal_numbers_of_ranks_are_refused(size, words):
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        hierarchy.grid_of("node", [0, 1, 2], {"LOCAL_WORLD_SIZE": size})
+    assert "\n" not in str(caught.value)
+
+
+@on_ranks(4)
+def test_one_rank_of_each_machine_exchanges_as_without_nodes():
+    """On two machines of two ranks, DDP over {0, 2} and {1, 3} has nothing to average in a node."""
+    pairs, weights = [dist.new_group([0, 2]), dist.new_group([1, 3])], []
+    group = pairs[dist.get_rank() % 2]
+    for given in ("node", None):
+        ddp = ddp_model(process_group=group)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_WORLD_SIZE", "2")
+            sync = attach(ddp, hierarchy=given, algorithm="allgather")
+        train(ddp, range(3))
+        assert sync.stats()["exchanges"] == 3 and sync.stats()["phases"]["allgather"]["sent"]
+        assert same_everywhere(flat(ddp), group)
+        weights.append(flat(ddp))
+        sync.close()
+    assert torch.equal(*weights)
+
+
 async def _two_sites(_comm):
     """Stand in for ``time_pairs``: ranks 0 and 2 are at one site, 1 and 3 at another."""
     return {(a, b): 0.002 if b == a + 2 else 0.04 for b in range(4) for a in range(b)}, 1024

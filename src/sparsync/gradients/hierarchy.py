@@ -46,12 +46,14 @@ def grid_of(
 ) -> list[list[int]]:
     """Return the global ranks of every node, ascending.
 
-    "node" means as many consecutive ranks as the launcher started on this machine (LOCAL_WORLD_SIZE); a
-    mesh has two dimensions, (nodes, ranks of a node).
+    "node" means the ranks that the launcher started on a machine: it numbers them consecutively, and
+    LOCAL_WORLD_SIZE says how many they are.  A mesh has two dimensions, (nodes, ranks of a node).
 
     Example:
         >>> grid_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "2"})
         [[0, 1], [2, 3]]
+        >>> grid_of("node", [0, 2], {"LOCAL_WORLD_SIZE": "2"})  # one rank of each machine
+        [[0], [2]]
     """
     if isinstance(hierarchy, DeviceMesh):
         grid = hierarchy.mesh.tolist() if hierarchy.ndim == 2 else None
@@ -62,13 +64,21 @@ def grid_of(
             )
     elif hierarchy == "node":
         size = environ.get("LOCAL_WORLD_SIZE", "")
-        if not size.isdigit() or int(size) == 0 or len(ranks) % int(size):
+        if not size.isdigit() or int(size) == 0:
             raise ConfigurationError(
-                f"hierarchy='node' needs LOCAL_WORLD_SIZE, as torchrun sets it, to divide the "
-                f"{len(ranks)} ranks; it is {size!r}: give a mesh (nodes, ranks of a node) instead"
+                f"hierarchy='node' needs LOCAL_WORLD_SIZE, the ranks per machine, as torchrun sets it; "
+                f"it is {size!r}: set it, or give a mesh (nodes, ranks of a node) instead"
             )
-        starts = range(0, len(ranks), int(size))
-        grid = [list(ranks[start : start + int(size)]) for start in starts]
+        # by global rank: the model's group may leave out ranks of a machine
+        machines: dict[int, list[int]] = {}
+        for rank in sorted(ranks):
+            machines.setdefault(rank // int(size), []).append(rank)
+        grid = list(machines.values())
+        if len({len(node) for node in grid}) > 1:
+            raise ConfigurationError(
+                f"hierarchy='node' found nodes of unequal sizes, {grid}, with LOCAL_WORLD_SIZE={size!r}; "
+                "use as many ranks of each machine, or give a mesh (nodes, ranks of a node) instead"
+            )
     else:
         raise ConfigurationError(
             f"hierarchy is {hierarchy!r}; give 'node', 'links', or a mesh (nodes, ranks of a node)"

@@ -394,11 +394,11 @@ def prepared(name):
     return replace(run(resolve(name).on(SoloCommunicator())), average=False)
 
 
-def planned(size, ranks, *given, k, plan=auto.plan, known={}, **named):  # noqa: B006
-    """Return a cached plan of ``auto``, because planning takes longer than a world."""
+def ranked(size, ranks, *given, k, ranking=auto.ranking, known={}, **named):  # noqa: B006
+    """Return a cached ranking of ``auto``, which would otherwise take most of a world's time."""
     key = size, ranks, k
     if key not in known:
-        known[key] = plan(size, ranks, *given, k=k, **named)
+        known[key] = ranking(size, ranks, *given, k=k, **named)
     return known[key]
 
 
@@ -471,7 +471,7 @@ class World:
 
     def run(self):
         """Run until all members have finished; return the number of group changes."""
-        with patch.object(auto, "plan", planned):
+        with patch.object(auto, "ranking", ranked):
             for _ in range(MOST):
                 self.grant()
                 if not self.tasks:

@@ -5,6 +5,7 @@ import torch
 
 from sparsync.cost.auto import AutoState
 from sparsync.cost.machine import Machine
+from sparsync.cost.planner import ranking
 from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import resolve
@@ -94,6 +95,65 @@ def test_a_budget_rules_out_what_needs_more():
     assert loose[0][0][-1] == ("dense",) and tight[0][0][-1] != ("dense",)
 
 
+def warmed_up(auto, ks, ranks=2, links=SLOW, *, resume_at=None, **options):
+    """Exchange ``ks`` entries, one number a step; return the choices, explanations and last state."""
+
+    async def program(comm):
+        using, said = auto_of(**options, **auto), []
+        for step, k in enumerate(ks):
+            if step == resume_at:
+                state = using.state_dict()
+                using = auto_of(**options, **auto)
+                using.load_state_dict(state)
+            selector = resolve("dense" if using.whole else "budgeted").make_selector()
+            mine = torch.rand(SIZE, generator=torch.Generator().manual_seed(step))
+            await using.reduce(comm, selector.select(mine, k, step), k, step)
+            said.append((using.name, using.explain()))
+        return said, using.state
+
+    results = simulate(program, ranks, links=links).results
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+# dense is planned for half of the elements, and a sparse exchange for a thousandth
+NEAR = {"machine": machine_of(Links(alpha=5e-5, beta=4e-10), gamma=1e-10, select=1e-9, decode=4e-9)}
+
+
+@pytest.mark.parametrize("resume_at", [None, 3, 4])
+def test_it_plans_again_when_the_density_changes(resume_at):
+    ks = [SIZE // 2] * 3 + [SIZE // 1000] * 3
+    said, state = warmed_up(NEAR, ks, check_period=None, resume_at=resume_at)
+    (cold, why) = warmed_up(NEAR, ks[3:], check_period=None)[0][0]
+    assert [name for name, _ in said] == ["dense"] * 3 + [cold] * 3 and cold != "dense"
+    assert [text for _, text in said[3:]] == [why] * 3
+    assert state.planned == (SIZE // 1000, 2)
+
+
+def test_a_resumed_run_measures_and_chooses_like_the_other():
+    ks = [SIZE // 2] * 4 + [SIZE // 1000] * 4
+    runs = [
+        warmed_up(NEAR, ks, check_period=2, patience=1, resume_at=at)[1] for at in (None, 2, 4, 6)
+    ]
+    assert all(run == runs[0] for run in runs) and any(runs[0].factors)
+
+
+def test_measurements_outlast_a_density_that_changes_on_every_step():
+    fast = {"machine": machine_of(FAST, select=1e-8)}
+    said, state = warmed_up(fast, range(200, 220), check_period=3, patience=2)
+    names = [name for name, _ in said]
+    assert names[1] == "dense" and "dense" not in names[-8:]
+    assert sum(factor is not None for factor in state.factors) > 1
+
+
+def test_seconds_of_another_density_are_not_compared_with_this_one():
+    """Half of the elements take far longer than a thousandth."""
+    one = {"machine": machine_of(SLOW), "candidates": ("allgather",)}
+    few, many = SIZE // 1000, SIZE // 2
+    state = warmed_up(one, [many] * 3 + [few], check_period=4)[1]
+    assert state.factors == (pytest.approx(1.0),)  # virtual links are exactly as predicted
+
+
 def test_its_state_is_plain_and_comes_back():
     async def program(comm):
         auto = auto_of(machine=machine_of(SLOW), check_period=1)
@@ -142,7 +202,7 @@ def test_bad_options_are_one_line(options, word):
 PREDICTED = {0: 1.0, 1: 1.5, 2: 9.0}
 
 
-FRESH = AutoState(0, 0, (None,) * 3)
+FRESH = AutoState(0, factors=(None,) * 3)
 
 
 def checked(measured, state=FRESH, gain=0.1, patience=3):
@@ -173,10 +233,44 @@ def test_what_was_tried_is_judged_by_its_own_factor():
 
 def test_factors_follow_the_measurements():
     assert checked([1.2, 1.0])[0].factors[0] == pytest.approx(1.1)
-    alone = AutoState(0, 0, (None,)).checked({0: 0.0}, 1.0, gain=0.1, patience=1)
+    alone = AutoState(0, factors=(None,)).checked({0: 0.0}, 1.0, gain=0.1, patience=1)
     assert alone.factors == (1.0,)  # with one rank, there is nothing to correct
 
 
+def explained(choice, factors, *, streak=0, **options):
+    """Return the reason for a choice among three, of which the plan takes the second, 20 % faster."""
+    auto = auto_of(machine=machine_of(SLOW), candidates=("dense", "allgather", "oktopk"), **options)
+    auto._sizes = SIZE, 200, RANKS
+    auto.state = AutoState(choice, (200, RANKS), streak, factors, auto.state.parts)
+    return auto.explain()
+
+
+def test_the_reason_is_that_of_the_choice_and_not_of_the_plan():
+    table = ranking(SIZE, RANKS, machine_of(SLOW), [resolve("oktopk"), resolve("allgather")], k=200)
+    best, other = (p.collective for p in table)
+    number = {"dense": 0, "allgather": 1, "oktopk": 2}
+    slower = table[1].seconds / table[0].seconds
+
+    def factors(of_best, of_other):
+        known = {best: of_best, other: of_other}
+        return tuple(known.get(name) for name in number)
+
+    kept = explained(number[other], factors(1.0, 0.95 / slower * 1.1))
+    assert explained(number[best], (None,) * 3).startswith(f"{best}: {best} wins here: ")
+    overruled = explained(number[other], factors(2 * slower, 1.0))
+    assert overruled.startswith(
+        f"{other}: {best} was predicted; as measured, {other} is faster; measured over predicted: "
+    )
+    assert kept.startswith(f"{other}: kept, because {best} would save 4.3 %, and gain is 10 %;")
+    waits = explained(number[other], factors(1.0, 2 / slower), streak=1, patience=3)
+    assert waits.startswith(
+        f"{other}: kept for now; {best} would save 50 %, as 1 of 3 checks in a row have said;"
+    )
+    over = explained(0, factors(1.0, 1.0), budget=5000.0)
+    assert over.startswith("dense: over the budget, and left at the next check;")
+    assert explained(-1, (None,) * 3).endswith(": the first step is not planned yet")
+
+
 def test_a_choice_that_the_budget_rules_out_is_left():
-    state = AutoState(2, 0, (None,) * 3).checked({1: 1.5, 0: 2.0}, 1.0, gain=0.1, patience=3)
+    state = AutoState(2, factors=(None,) * 3).checked({1: 1.5, 0: 2.0}, 1.0, gain=0.1, patience=3)
     assert (state.choice, state.factors) == (1, (None,) * 3)

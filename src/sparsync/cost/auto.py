@@ -12,7 +12,8 @@ import torch
 from sparsync.algorithm import Algorithm
 from sparsync.collectives.collective import Collective, Reduced
 from sparsync.cost.machine import Machine
-from sparsync.cost.planner import Plan, plan
+from sparsync.cost.planner import Plan, Prediction, plan, ranking
+from sparsync.cost.wording import format_percent
 from sparsync.errors import ConfigurationError, require
 from sparsync.sparse import Vector
 from sparsync.state import parse_parts
@@ -40,6 +41,8 @@ class AutoState:
     """
 
     choice: int = -1  # number of the candidate in use; -1 before the first step
+    # k and the number of ranks for which the choice was planned; () before the first step
+    planned: tuple[int, ...] = ()
     streak: int = 0  # consecutive comparisons that favoured another candidate
     # the ratios of measured to predicted seconds; None if never measured
     factors: tuple[float | None, ...] = ()
@@ -60,14 +63,19 @@ class AutoState:
         fresh = measured / predicted[self.choice] if predicted[self.choice] else 1.0
         last = factors[self.choice]
         factors[self.choice] = fresh if last is None else fresh + (1 - _WEIGHT) * (last - fresh)
-        known = {i: 1.0 if factor is None else factor for i, factor in enumerate(factors)}
-        corrected = {i: known[i] * seconds for i, seconds in predicted.items()}
+        learned = replace(self, factors=tuple(factors))
+        corrected = learned.corrected(predicted)
         best = min(corrected, key=corrected.__getitem__)
         if corrected[best] >= (1 - gain) * corrected[self.choice]:
-            return replace(self, factors=tuple(factors), streak=0)
+            return replace(learned, streak=0)
         if self.streak + 1 < patience:
-            return replace(self, factors=tuple(factors), streak=self.streak + 1)
-        return replace(self, choice=best, factors=tuple(factors), streak=0)
+            return replace(learned, streak=self.streak + 1)
+        return replace(learned, choice=best, streak=0)
+
+    def corrected(self, predicted: Mapping[int, float]) -> dict[int, float]:
+        """Return the predicted seconds times the factors, by candidate."""
+        known = [1.0 if factor is None else factor for factor in self.factors]
+        return {i: known[i] * seconds for i, seconds in predicted.items()}
 
 
 @final
@@ -75,8 +83,10 @@ class Auto(Collective):
     """The planner's choice among collectives, corrected by measurements while training.
 
     The first step makes the plan, when n, k and P are known; they are the same on all ranks.  The first
-    step's entries are already selected by then, so dense can only start on the second step.  Every
-    ``check_period`` steps, the ranks agree on the time of an exchange.  It is the minimum of their means,
+    step's entries are already selected by then, so dense can only start on the second step.  A step with
+    another k or P, as after a warm-up, plans again in the same way, with the factors known by then.
+    Every ``check_period`` steps, the ranks agree on the time of an exchange since the last plan.  It is
+    the minimum of their means,
     because a rank that arrives early also measures its wait for the others.  This yields a factor for the
     current candidate, and a switch to another candidate if that one promises enough gain.
 
@@ -122,10 +132,11 @@ class Auto(Collective):
         self._plannable = list(candidates)
         self._parts = [algorithm.make_collective() for algorithm in candidates]
         self._state = AutoState(factors=(None,) * len(self.candidates))
-        # Seconds of the steps since the last check.  They are not part of the state, because they differ
-        # between ranks.
+        # Seconds of the steps since the last check or plan.  They are not part of the state, because they
+        # differ between ranks.
         self._seconds: list[float] = []
-        self._why = "the first step is not planned yet"
+        self._sizes: tuple[int, int, int] | None = None  # n, k and P of the last step
+        self._explained: tuple[tuple[int, int, int], Plan] | None = None
         sparse = [i for i, part in enumerate(self._parts) if not part.whole]
         self._first = sparse[0] if sparse else 0
 
@@ -141,48 +152,80 @@ class Auto(Collective):
 
     def explain(self) -> str:
         """Return the choice and the reason for it."""
+        if self._sizes is None or self._state.choice < 0:
+            return f"{self.name}: the first step is not planned yet"
         known = zip(self.candidates, self._state.factors, strict=True)
         factors = ", ".join(f"{name} {f:.3g} x" for name, f in known if f is not None)
         measured = f"; measured over predicted: {factors}" if factors else ""
-        return f"{self.name}: {self._why}{measured}"
+        return f"{self.name}: {self._why(self._sizes)}{measured}"
+
+    def _why(self, sizes: tuple[int, int, int]) -> str:
+        """Return the reason for the choice: the plan, or how measurements correct it."""
+        # planned here, and once, because the search for break-even takes far longer than a ranking
+        if self._explained is None or self._explained[0] != sizes:
+            n, k, p = sizes
+            made = plan(n, p, self.machine, self._plannable, k=k, budget_bytes=self.budget)
+            self._explained = sizes, made
+        made, choice = self._explained[1], self._state.choice
+        corrected = self._state.corrected(self._seconds_of(made.table))
+        if choice not in corrected:
+            return "over the budget, and left at the next check"
+        best = min(corrected, key=corrected.__getitem__)
+        if corrected[best] == corrected[choice]:
+            measured = f"{made.choice} was predicted; as measured, {self.name} is faster"
+            return made.why if made.choice == self.name else measured
+        part = format_percent(1 - corrected[best] / corrected[choice])
+        saving = f"{self.candidates[best]} would save {part}"
+        if corrected[best] >= (1 - self.gain) * corrected[choice]:
+            return f"kept, because {saving}, and gain is {format_percent(self.gain)}"
+        checks = f"{self._state.streak} of {self.patience} checks in a row"
+        return f"kept for now; {saving}, as {checks} have said"
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run the choice; every ``check_period`` steps, compare its time with the prediction."""
         part = self._parts[self._index]
-        if self._state.choice < 0 and comm.world_size > 1:
-            made = self._planned(selected.size, k, comm.world_size)
-            fastest = [self._parts[self.candidates.index(p.collective)] for p in made.table]
-            part = next((p for p in fastest if p.whole == part.whole), part)
-            self._state = replace(self._state, choice=self.candidates.index(made.choice))
+        if comm.world_size == 1:
+            return await part.reduce(comm, selected, k, step)
+        self._sizes = sizes = selected.size, k, comm.world_size
+        if self._state.planned != sizes[1:]:
+            part = self._plan(part, sizes)
         started = comm.now
         reduced = await part.reduce(comm, selected, k, step)
-        if comm.world_size == 1:
-            return reduced
         if part is self._parts[self._index]:
             self._seconds.append(comm.now - started)
         if self.check_period and (step + 1) % self.check_period == 0 and self._seconds:
-            await self._check(comm, self._planned(selected.size, k, comm.world_size))
+            await self._check(comm, self._ranking(sizes))
         return reduced
 
     @property
     def _index(self) -> int:
         return self._first if self._state.choice < 0 else self._state.choice
 
-    def _planned(self, size: int, k: int, world_size: int) -> Plan:
-        made = plan(size, world_size, self.machine, self._plannable, k=k, budget_bytes=self.budget)
-        self._why = made.why
-        return made
+    def _ranking(self, sizes: tuple[int, int, int]) -> tuple[Prediction, ...]:
+        n, k, p = sizes
+        return ranking(n, p, self.machine, self._plannable, k=k, budget_bytes=self.budget)
 
-    async def _check(self, comm: Communicator, made: Plan) -> None:
+    def _seconds_of(self, table: Sequence[Prediction]) -> dict[int, float]:
+        return {self.candidates.index(p.collective): p.seconds for p in table}
+
+    def _plan(self, part: Collective, sizes: tuple[int, int, int]) -> Collective:
+        """Choose the fastest candidate; return the one for this step, whose entries are selected."""
+        corrected = self._state.corrected(self._seconds_of(self._ranking(sizes)))
+        fastest = sorted(corrected, key=corrected.__getitem__)
+        self._state = replace(self._state, choice=fastest[0], streak=0, planned=sizes[1:])
+        self._seconds.clear()  # they were measured with another k or P
+        alike = (self._parts[i] for i in fastest if self._parts[i].whole == part.whole)
+        return next(alike, part)
+
+    async def _check(self, comm: Communicator, made: Sequence[Prediction]) -> None:
         """Compare the mean exchange time with its prediction; switch if another candidate is better."""
         mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64)
         self._seconds.clear()
         measured = float(await comm.allreduce(mine, "plan", op="min"))
-        table = {self.candidates.index(p.collective): p for p in made.table}
-        choice = table.get(self._state.choice)
-        whole = measured + (choice.seconds_selection if choice else 0.0)
-        predicted = {i: prediction.seconds for i, prediction in table.items()}
-        self._state = self._state.checked(predicted, whole, gain=self.gain, patience=self.patience)
+        selection = sum(p.seconds_selection for p in made if p.collective == self.name)
+        self._state = self._state.checked(
+            self._seconds_of(made), measured + selection, gain=self.gain, patience=self.patience
+        )
 
     # ---- state -----------------------------------------------------------------------------------
 
@@ -199,7 +242,8 @@ class Auto(Collective):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the choice as plain numbers, and the states of all candidates."""
-        own = {**vars(self._state), "factors": list(self._state.factors)}
+        mine = self._state
+        own = {**vars(mine), "planned": list(mine.planned), "factors": list(mine.factors)}
         return {**own, "parts": [part.state_dict() for part in self._parts]}
 
     def parsed_state(self, state: Mapping[str, Any]) -> AutoState:

@@ -54,6 +54,7 @@ __all__ = [
     "entries_at",
     "plan",
     "predict",
+    "ranking",
     "seconds_of_updates",
 ]
 
@@ -257,16 +258,7 @@ def plan(
     elif k is None:
         k = entries_at(DEFAULT_DENSITY if density is None else density, size)
     k = entries = min(k, size)
-    made = [predicted(candidate, k) for candidate in candidates]
-    fitting = [p for p in made if budget_bytes is None or p.bytes_sent <= budget_bytes]
-    if not fitting:
-        least = min(made, key=lambda p: p.bytes_sent)
-        raise ConfigurationError(
-            f"no collective exchanges {k:,} entries within {format_bytes(budget_bytes or 0)} per step; "
-            f"the least is {format_bytes(least.bytes_sent)} with {least.collective}: give a larger "
-            "budget, or a smaller density"
-        )
-    table = tuple(sorted(fitting, key=lambda p: p.seconds))
+    table = _ranked([predicted(candidate, k) for candidate in candidates], k, budget_bytes)
     dense = predicted(_DENSE, k)
     competing = {p.collective for p in table}
     sparse = [c for c in candidates if c.name in competing and c.result != "whole"]
@@ -284,6 +276,47 @@ def plan(
         most = _break_even(lambda part: sparse_wins(entries_at(part, size), machine), 1 / size, 1.0)
     why = _why(table, dense, bandwidth, most, world_size if size else 0)
     return Plan(table[0].collective, why, bandwidth, most, k, dense, table)
+
+
+def ranking(
+    size: int,
+    world_size: int,
+    machine: Machine,
+    candidates: Sequence[Algorithm],
+    *,
+    k: int,
+    budget_bytes: float | None = None,
+) -> tuple[Prediction, ...]:
+    """Return the table of ``plan`` without the rest, whose search for break-even takes far longer.
+
+    Raises:
+        ConfigurationError: as for ``plan``.
+
+    Example:
+        >>> from sparsync.presets import resolve
+        >>> gigabit, candidates = Machine(), [resolve("dense"), resolve("budgeted")]
+        >>> made = ranking(10**6, 8, gigabit, candidates, k=10**4)
+        >>> made == plan(10**6, 8, gigabit, candidates, k=10**4).table
+        True
+    """
+    made = [
+        predict(candidate, size=size, k=k, world_size=world_size, machine=machine)
+        for candidate in candidates
+    ]
+    return _ranked(made, min(k, size), budget_bytes)
+
+
+def _ranked(made: Sequence[Prediction], k: int, budget: float | None) -> tuple[Prediction, ...]:
+    """Return the predictions that fit the budget, fastest first."""
+    fitting = [p for p in made if budget is None or p.bytes_sent <= budget]
+    if not fitting:
+        least = min(made, key=lambda p: p.bytes_sent)
+        raise ConfigurationError(
+            f"no collective exchanges {k:,} entries within {format_bytes(budget or 0)} per step; "
+            f"the least is {format_bytes(least.bytes_sent)} with {least.collective}: give a larger "
+            "budget, or a smaller density"
+        )
+    return tuple(sorted(fitting, key=lambda p: p.seconds))
 
 
 def _break_even(wins: Callable[[float], bool], low: float, high: float) -> float | None:

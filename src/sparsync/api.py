@@ -113,8 +113,9 @@ def allreduce(
         comm: from ``connect``, or an ``mpi4py.MPI.Intracomm``, which is duplicated on the first call.  A
             simulated communicator cannot block (see ``sparsync.simulate``).
         algorithm: a preset's name or an ``Algorithm``.  Default with ``k``: "budgeted", whose codec
-            ``sparsync.wire.Packed("bf16")`` rounds values (``codec=Packed("fp32")`` does not).  Default
-            without ``k``: the lossless "sparcml-auto" in COO, which takes any dtype and operation.
+            ``sparsync.wire.Packed("bf16")`` rounds values (``codec=Packed("fp32")`` does not); it takes
+            float32, float64, float16 and bfloat16.  Default without ``k``: the lossless "sparcml-auto" in
+            COO, which takes these, int32 and int64, and any operation.
         k: number of entries that each rank gives; equal on all ranks, None for all.  "budgeted",
             "halving", "gtopk" and "oktopk" also return the k largest of the sum; with the others, the
             total has up to P k entries.  Algorithms that sum whole vectors ("dense", "quantised" and
@@ -131,8 +132,8 @@ def allreduce(
         operation's neutral element.
 
     Raises:
-        ConfigurationError: the algorithm, operation or option is unknown, the vector is not 1-D, or
-            k < 0.
+        ConfigurationError: the algorithm, operation or option is unknown, the vector is not 1-D, k < 0,
+            or the algorithm cannot select or send values of this dtype.
         PeerError: ranks disagree on size, dtype, operation, algorithm, its options or k; a peer died.
 
     Cost: the algorithm's, plus one small allgather in which ranks compare the call.

@@ -248,7 +248,7 @@ def test_a_form_that_a_library_lacks_is_one_line(monkeypatch):
         ("sum", torch.bfloat16, [[1.0, -2.0, 0.0], [3.0, 2.0, 0.5]], [4.0, 0.0, 0.5]),
     ],
 )
-def test_any_operation_and_dtype_without_k(op, dtype, values, expected):
+def test_any_operation_without_k(op, dtype, values, expected):
     async def program(comm):
         mine = torch.tensor(values[comm.rank], dtype=dtype)
         return (await _prepare(mine, None, None, op, {})(comm)).total
@@ -257,6 +257,31 @@ def test_any_operation_and_dtype_without_k(op, dtype, values, expected):
     for total in simulate_ranks(program, 2).results:
         assert densify(total, operation).values.tolist() == expected
         assert total.values.dtype == dtype
+
+
+FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("k", "taken", "says"),
+    [
+        (None, (*FLOATS, torch.int32, torch.int64), "have no wire format; choose"),
+        (2, FLOATS, "magnitudes of .* are not defined; use one of"),
+    ],
+)
+def test_the_defaults_take_the_documented_dtypes_and_refuse_others(k, taken, says):
+    async def program(comm, dtype):
+        mine = torch.tensor([1, 0, 3], dtype=dtype)
+        return (await _prepare(mine, None, k, None, {})(comm)).total
+
+    for dtype in taken:
+        for total in simulate_ranks(partial(program, dtype=dtype), 2).results:
+            assert total.to_dense().tolist() == [2, 0, 6]
+            assert total.values.dtype == dtype
+        assert str(dtype).removeprefix("torch.") in allreduce.__doc__
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
+        with pytest.raises(ConfigurationError, match=says):
+            simulate_ranks(partial(program, dtype=dtype), 2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sparsync.algorithm import Algorithm, settings_of
 from sparsync.arrays import as_vector
 from sparsync.collectives.collective import Reduced
-from sparsync.errors import ConfigurationError, DisagreementError, first_line, require
+from sparsync.errors import ConfigurationError, DisagreementError, require
 from sparsync.presets import PRESETS, preset, resolve
 from sparsync.reduction import SUM, Reduction, densify, entries_of, reduction
 from sparsync.selection.selector import Selector
@@ -133,7 +133,8 @@ def allreduce(
 
     Raises:
         ConfigurationError: the algorithm, operation or option is unknown, the vector is not 1-D, k < 0,
-            or the algorithm cannot select or send values of this dtype.
+            an earlier call on this communicator broke off, or the algorithm cannot select or send
+            values of this dtype.
         PeerError: ranks disagree on size, dtype, operation, algorithm, its options or k; a peer died.
 
     Cost: the algorithm's, plus one small allgather in which ranks compare the call.
@@ -200,7 +201,8 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
         P exact vectors, each sparse or dense, whichever takes fewer bytes.
 
     Raises:
-        ConfigurationError: the vector is not 1-D, or its dtype has no wire format.
+        ConfigurationError: the vector is not 1-D, its dtype has no wire format, or an earlier call on
+            this communicator broke off.
         PeerError: ranks disagree on size or dtype; a peer died.
 
     Cost: ceil(log2 P) messages, in which every rank receives the bytes of all others, plus one small
@@ -235,7 +237,8 @@ def _run(program: _Program[T], comm: Any) -> T:
     engine = comm.companions.get("background")
     if isinstance(engine, _Background):
         return engine.start(program, comm).result()
-    return run(program(comm))
+    with comm.exchange():
+        return run(program(comm))
 
 
 def _communicator(comm: Any) -> Communicator:
@@ -259,7 +262,6 @@ class _Background:
         # taken ``apart`` so that the engine does not keep its own communicator alive.
         self._engine = Engine("iallreduce", [comm.channel(0).apart()])
         self._open: list[Future[Any]] = []
-        self._broken: list[str] = []  # why calls broke off
         self._calls = 0
 
     def start(self, program: _Program[T], comm: Communicator) -> Future[T]:
@@ -273,7 +275,7 @@ class _Background:
         # many calls, and must not receive a new call's messages on an old call's channel.
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
-        future = self._engine.submit(_attempt(program, channel, self._broken))
+        future = self._engine.submit(_attempt(program, channel))
         self._open.append(future)
         return future
 
@@ -283,22 +285,13 @@ class _Background:
 
 
 # a function, because a method's coroutine would keep the engine alive
-async def _attempt(program: _Program[T], channel: Communicator, broken: list[str]) -> T | Failure:
-    """Run a call, unless an earlier one has broken off.
-
-    The calls in flight with one that breaks off do so as well, at different points on each rank, and
-    their messages may still arrive.  So no channel may be used again.
-    """
-    if broken:
-        error = f"an earlier call on this communicator broke off ({broken[0]})"
-        return Failure(ConfigurationError(f"{error}; close it on all ranks and make a new one"))
+async def _attempt(program: _Program[T], channel: Communicator) -> T | Failure:
+    """Run a call; one that breaks off also ends those in flight with it."""
     try:
-        return await program(channel)
+        with channel.exchange():
+            return await program(channel)
     except DisagreementError as error:  # all ranks raise it, after they received all messages
         return Failure(error)
-    except Exception as error:
-        broken.append(first_line(error))
-        raise
 
 
 # ---- one call --------------------------------------------------------------------------------------

@@ -223,6 +223,9 @@ def test_errors_name_rank_step_and_phase():
         words = ["rank 0, step 4: allreduce in phase 'sizes'", "0.5 s"]
         with refused(*words, error=DeadlineError):
             run(comm.allreduce(torch.tensor([1]), "sizes"))
+        # it is pending still, and MPI would match it with another rank's next one
+        with refused("rank 0: an earlier exchange broke off (rank 0, step 4: allreduce in phase"):
+            run(comm.channel(7).allreduce(torch.tensor([1]), "sizes"))
     with refused("channel 1099511627776", "tags from 0 to"):
         comm.channel(2**40)
     dist.barrier()

@@ -799,9 +799,12 @@ def test_a_failed_exchange_raises_from_the_optimizer_and_changes_nothing():
         assert torch.equal(residual, sync.reducer.residuals[0].value)
         assert torch.equal(shared, shared_of(sync, net))
         sync.reducer.exchange = exchange
-        step_of(net, optimizer, 4)
-        sync.finish()
-        assert same_everywhere(flat(net))
+        broken = "an earlier exchange broke off (the other rank is gone)"
+        with refused(broken):
+            step_of(net, optimizer, 4)
+        with refused(broken):
+            sync.finish()
+        assert torch.equal(residual, sync.reducer.residuals[0].value)
 
 
 @on_ranks(2)

@@ -26,7 +26,7 @@ from sparsync.api import _prepare, _prepare_gather
 from sparsync.averaging import LocalSgd
 from sparsync.collectives import Allgather
 from sparsync.cost.machine import Machine
-from sparsync.errors import CheckpointError, DisagreementError, PeerError
+from sparsync.errors import CheckpointError, DeadlineError, DisagreementError, PeerError
 from sparsync.feedback import agreed_setup as agreement
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import PRESETS, resolve
@@ -556,11 +556,35 @@ def test_a_call_that_breaks_off_ends_those_in_flight_and_refuses_later_ones():
     def program(comm):
         future = iallreduce(torch.ones(4), comm, op=Reduction("add", add, lambda dtype: 0))
         assert str(future.exception(timeout=SECONDS)) == "no such sum"
-        said = r"an earlier call .* broke off \(no such sum\); close it on all ranks and make a new"
+        said = (
+            r"an earlier exchange broke off \(no such sum\), .* on all ranks close\(\), connect or"
+        )
         with pytest.raises(ConfigurationError, match=said):
             iallreduce(torch.ones(4), comm).result(timeout=SECONDS)
         with pytest.raises(ConfigurationError, match=said):
             allreduce(torch.ones(4), comm)
+
+    zmq_ranks(program, 2)
+
+
+def test_a_blocking_call_that_breaks_off_refuses_later_ones_but_a_disagreement_does_not():
+    """A late rank would otherwise pair its call with another one, and both would get a wrong sum."""
+
+    def program(comm):
+        with pytest.raises(DisagreementError):
+            allreduce(torch.ones(4 + comm.rank), comm)
+        assert allreduce(torch.ones(4), comm).total.to_dense().tolist() == [2.0] * 4
+        comm.timeout = 0.2
+        if comm.rank == 0:
+            with pytest.raises(DeadlineError):
+                allreduce(torch.ones(4), comm)
+            said = r"rank 0: an earlier exchange broke off \(.* did not complete within 0.2 s"
+            for call in (allreduce, allgather):
+                with pytest.raises(ConfigurationError, match=said):
+                    call(torch.ones(4), comm)
+            with pytest.raises(ConfigurationError, match=said):
+                iallreduce(torch.ones(4), comm).result(timeout=SECONDS)
+        comm.everyone.wait(SECONDS)
 
     zmq_ranks(program, 2)
 

@@ -499,6 +499,29 @@ def test_a_finish_after_unequal_numbers_of_steps_is_refused_at_once(name, steps)
     assert any("the ranks are not in the same call" in words for words in together(program, 4))
 
 
+@pytest.mark.parametrize("breaks", ["average", "conclude"])
+def test_an_average_that_breaks_off_refuses_later_ones(breaks):
+    """Messages of the average that broke off would otherwise be part of the next one."""
+
+    async def failing(comm, vector, step):
+        raise KeyboardInterrupt
+
+    def program(comm):
+        averager = SCHEMES["dpsgd"](linear(), comm=comm)
+        averager.step()
+        kept = getattr(averager, breaks)
+        setattr(averager, breaks, failing)
+        with pytest.raises(KeyboardInterrupt):
+            (averager.step if breaks == "average" else averager.finish)()
+        setattr(averager, breaks, kept)
+        for call in (averager.step, averager.finish):
+            said = failure(ConfigurationError, call)
+            assert f"rank {comm.rank}: an earlier exchange broke off (KeyboardInterrupt)" in said
+        assert averager.steps == 1
+
+    together(program, 2)
+
+
 def test_two_averagers_whose_agents_need_one_communicator_are_told():
     def program(comm):
         first, second = (SCHEMES["wagma"](linear(seed), comm=comm) for seed in (0, 1))

@@ -231,7 +231,8 @@ class Averager(Stateful):
         if self.is_due(self.steps):
             vector = binding.read()
             started = binding.comm.now
-            averaged = run(self.average(binding.comm, vector, self.steps))
+            with binding.comm.exchange():
+                averaged = run(self.average(binding.comm, vector, self.steps))
             self._waited += binding.comm.now - started
             self._count(binding.comm)
             # if the scheme returned the same object, it had no newer model, so parameters and
@@ -260,9 +261,10 @@ class Averager(Stateful):
         # book these bytes separately: bytes per step describe the algorithm, not the end of training
         with binding.comm.ledger.outside_steps():
             vector = binding.read()
-            binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
-            binding.reset_moments()
-            run(binding.settle(self.survivors(binding.comm)))
+            with binding.comm.exchange():
+                binding.write_(run(self.conclude(binding.comm, vector, self.steps)))
+                binding.reset_moments()
+                run(binding.settle(self.survivors(binding.comm)))
         self._changes.remember()
 
     def stats(self) -> dict[str, Any]:
@@ -393,8 +395,9 @@ class Averager(Stateful):
         )
         if not self._begun:
             facts = {"the averager": type(self).__name__, "its settings": self._settings()}
-            run(agree(binding.comm, facts))
-            run(self.begin(binding.comm, run(binding.start()), self.steps))
+            with binding.comm.exchange():
+                run(agree(binding.comm, facts))
+                run(self.begin(binding.comm, run(binding.start()), self.steps))
             self._begun, self._before = True, (self.steps, binding.comm.ledger.of_steps())
             # saving an ``OuterAverager`` also calls this method, and weights may be loaded between
             # that and the first step

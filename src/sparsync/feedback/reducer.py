@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, final
 
 import torch
@@ -195,13 +196,19 @@ class Reducer:
         # Everything before the first ``await`` runs when the coroutine starts. ``share`` starts
         # after all exchanges, so all units are selected by then.
         plan = self.plan.units[unit]
-        with self.comm.stage("select"):
-            selected = self._select(unit)
-        if self.corrector:
-            self._selected[unit] = selected
-        with self.comm.stage("communicate"):
-            reducing = plan.collective.reduce(self.channel(unit), selected, plan.k, self.step)
-            self.reduced[unit] = await reducing
+        with self.exchanging():
+            with self.comm.stage("select"):
+                selected = self._select(unit)
+            if self.corrector:
+                self._selected[unit] = selected
+            with self.comm.stage("communicate"):
+                reducing = plan.collective.reduce(self.channel(unit), selected, plan.k, self.step)
+                self.reduced[unit] = await reducing
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Refuse to exchange after an exchange broke off, unless ranks join and leave."""
+        # ranks that come and go abandon a step together, and make its messages void
+        return nullcontext() if self._changing else self.comm.exchange()
 
     def _select(self, unit: int) -> Vector:
         """Select from a unit, and free the collected entries before anything is exchanged."""
@@ -218,10 +225,11 @@ class Reducer:
 
     async def share(self) -> None:
         """Sum the numbers for xi and agree on the next shares of k, once all units are selected."""
-        if self.monitor:
-            accumulated = [residual.accumulated for residual in self.residuals]
-            await self.monitor.xi.share(self.step, self.channel("xi"), accumulated)
-        await self.plan.agree(self.channel("shares"))
+        with self.exchanging():
+            if self.monitor:
+                accumulated = [residual.accumulated for residual in self.residuals]
+                await self.monitor.xi.share(self.step, self.channel("xi"), accumulated)
+            await self.plan.agree(self.channel("shares"))
 
     def commit(
         self,

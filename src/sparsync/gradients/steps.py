@@ -132,9 +132,12 @@ class AllRanks(Ranks):
         second.
         """
         reducer = self._reducer
+        reducer.comm.check_whole()
         if again:
             try:
-                run(agree(reducer.channel("retry"), {"the step that is begun again": reducer.step}))
+                with reducer.exchanging():
+                    facts = {"the step that is begun again": reducer.step}
+                    run(agree(reducer.channel("retry"), facts))
             except CommunicationError as error:
                 raise type(error)(
                     f"rank {dist.get_rank()} begins {reducer.place} again, which broke off after its "
@@ -206,7 +209,7 @@ class GradientSteps:
         self.ranks = ranks or AllRanks(reducer, self._whole, watched.policy)
         self.before: tuple[int, Traffic] | None = None
         self.last: Step | None = None
-        self._opened = (-1, 0)  # the last opened step, and the bytes sent before it
+        self._launched = -1  # the last step whose exchange has begun
         self._finishing: Future[None] | None = None  # the end of the last step
         self._left = False  # the gradients hold averages, and no backward pass has begun since
 
@@ -242,11 +245,9 @@ class GradientSteps:
             wait([self._finishing])
         if self.before is None:
             self.before = reducer.step, ledger.set_up()
-        opened, sent = self._opened
         try:
-            if not self.ranks.begin(again=opened == reducer.step and ledger.total().sent > sent):
+            if not self.ranks.begin(again=self._launched == reducer.step):
                 return False
-            self._opened = reducer.step, ledger.total().sent
             if self._scaler is not None:
                 rescale_(reducer, self._scaler.get_scale())
         except BaseException:
@@ -266,6 +267,7 @@ class GradientSteps:
 
     def launch(self, this: Step, unit: int) -> None:
         """Submit the exchange of a complete unit."""
+        self._launched = self.reducer.step
         this.jobs.append(self.engine.submit(self._exchange(this, unit)))
 
     async def _exchange(self, this: Step, unit: int) -> None:
@@ -364,7 +366,7 @@ class GradientSteps:
 
     def restart(self) -> None:
         """Continue from a state that the reducer has loaded."""
-        self._opened, self.before = (-1, 0), None
+        self._launched, self.before = -1, None
         self.reducer.comm.ledger.begin_step(self.reducer.step)
 
     def wait_for_gpu(self) -> None:

@@ -16,7 +16,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import (
+    ConfigurationError,
+    DisagreementError,
+    NonFiniteGradientError,
+    first_line,
+)
 from sparsync.transports.driver import Finished, Operation
 from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
@@ -89,6 +94,7 @@ class Communicator(ABC):
         companions: threads, actors and memories that other modules have attached to this group;
             ``close`` ends them.
         aborted: set by ``abort``; shared by all channels.
+        broken: why calls within ``exchange`` broke off; shared by all channels.
         pads: whether ``alltoallv`` pads every message to its sender's capacity.
         tags: number of channels supported by the transport.
         timeout: seconds that any wait may take.
@@ -110,6 +116,7 @@ class Communicator(ABC):
         self.tag = 0
         self.companions: dict[str, Any] = {}  # each with ``close``
         self.aborted = threading.Event()
+        self.broken: list[str] = []
 
     def channel(self: C, tag: int) -> C:
         """Return a handle on the same group, whose messages never mix with those of other channels.
@@ -120,8 +127,8 @@ class Communicator(ABC):
             raise ConfigurationError(
                 f"channel {tag} does not exist; this transport has tags from 0 to {self.tags - 1}"
             )
-        # a shallow copy: links, ledger, companions and ``aborted`` are shared, so traffic is counted in
-        # one place and an abort ends the waits on all channels
+        # a shallow copy: links, ledger, companions, ``aborted`` and ``broken`` are shared, so traffic is
+        # counted in one place, and an abort ends the waits on all channels
         twin = copy.copy(self)
         twin.tag = tag
         return twin
@@ -145,6 +152,32 @@ class Communicator(ABC):
         if self.aborted.is_set():
             raise ConfigurationError(
                 f"rank {self.rank}: this communicator is closed; make a new one"
+            )
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Refuse to begin after an earlier exchange broke off; note if this one does.
+
+        An exchange breaks off at another point on every rank, and its messages may still arrive, where
+        the next one would take them for its own.  Errors that all ranks raise together, after they have
+        received all messages, do no harm.
+        """
+        self.check_whole()
+        try:
+            yield
+        except (DisagreementError, NonFiniteGradientError):
+            raise
+        except BaseException as error:
+            if self.world_size > 1:
+                self.broken.append(first_line(error))
+            raise
+
+    def check_whole(self) -> None:
+        """Refuse a new exchange after an earlier one broke off."""
+        if self.broken:
+            raise ConfigurationError(
+                f"rank {self.rank}: an earlier exchange broke off ({self.broken[0]}), and its messages "
+                "may still arrive; on all ranks close(), connect or attach again, and load"
             )
 
     def close(self) -> None:

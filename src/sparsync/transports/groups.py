@@ -28,9 +28,9 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        # share the parent's channel and event: messages of both then have one order, and an abort of
-        # either ends the waits of both
-        self.tag, self.aborted = parent.tag, parent.aborted
+        # share the parent's channel and marks: messages of both then have one order, an abort of either
+        # ends the waits of both, and an exchange that breaks off in one spoils both
+        self.tag, self.aborted, self.broken = parent.tag, parent.aborted, parent.broken
 
     def abort(self) -> None:
         """Abort the parent, which owns the links."""

@@ -215,12 +215,15 @@ class MpiCommunicator(Communicator):
             result.view(-1).numpy(),
             {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN},
         )
-        await _Request(
-            self,
-            f"allreduce in phase '{phase}'",
-            lambda: self.comm.Iallreduce(mpi.IN_PLACE, buffer, native_op[op]),
-            late=True,
-        )
+        # MPI cannot cancel a collective: one that was abandoned stays pending, and would be matched with
+        # the other ranks' next one
+        with self.exchange():
+            await _Request(
+                self,
+                f"allreduce in phase '{phase}'",
+                lambda: self.comm.Iallreduce(mpi.IN_PLACE, buffer, native_op[op]),
+                late=True,
+            )
         self.ledger.reduced(phase, result, self.world_size)
         return tensor.copy_(result) if in_place else result.to(tensor.device)
 

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 import torch
 
-from sparsync.errors import PeerError, require
+from sparsync.errors import DisagreementError, require
 from sparsync.feedback.reducer import Reducer
 from sparsync.fields import Common, Each, Either, Exactly, Fields, Kind, Number
 from sparsync.state import fits
@@ -130,7 +130,7 @@ class Contributions:
         With ``decides``, no rank counts from now on if none has counted yet.
 
         Raises:
-            PeerError: ranks count different units.
+            DisagreementError: ranks count different units.
         """
         if self.weighs is False:
             return [Weight(1.0, reducer.comm.world_size)] * len(seen)
@@ -145,7 +145,7 @@ class Contributions:
         # kind 0 means that a rank has not counted anything so far
         counted = sorted({int(kind) for kind in kinds} - {0})
         if len(counted) > 1:
-            raise PeerError(
+            raise DisagreementError(
                 f"contribute(): ranks count {' and '.join(_KINDS[kind] for kind in counted)}; count the "
                 "same on all of them"
             )

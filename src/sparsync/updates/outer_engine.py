@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsync.averaging.averager import mean
-from sparsync.errors import NonFiniteGradientError, PeerError
+from sparsync.errors import DisagreementError, NonFiniteGradientError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState, reducer_state, take_state
 from sparsync.feedback.step import Use
@@ -345,16 +345,17 @@ class OuterEngine(Stateful):
             step: number of this rank's finished local steps; by default ``steps``.
 
         Raises:
-            PeerError: ranks have finished different numbers of local steps, and nothing more was
-                exchanged; or another part of this replica failed, and this part's changes were
-                delivered.
+            DisagreementError: ranks have finished different numbers of local steps, and nothing more
+                was exchanged.
+            PeerError: another part of this replica failed, and this part's changes were delivered.
         """
         await self.resume()
         await self.land()
         finite = await self._meet(self.steps if step is None else step)
         reducer, shared = self.reducer, self.memory["shared"]
         try:
-            weights = await self.contributions.weigh_all(reducer)
+            with reducer.exchanging():
+                weights = await self.contributions.weigh_all(reducer)
         except BaseException:
             reducer.fail()
             raise
@@ -367,7 +368,8 @@ class OuterEngine(Stateful):
         for place in self._runs(slice(0, shared.numel()), most) if finite else ():
             missing = self._missing(place, weights)
             try:
-                average = await mean(reducer.comm, missing)
+                with reducer.exchanging():
+                    average = await mean(reducer.comm, missing)
             except BaseException:
                 reducer.fail()
                 raise
@@ -419,8 +421,9 @@ class OuterEngine(Stateful):
         # the sign encodes whether there is NaN or Inf, which saves another message
         done = torch.tensor([step if self._weights.finite() else -1 - step])
         try:
-            asked = [reducer.channel(use).allgather(done, "finish") for use in uses]
-            everyone, *_ = await together(asked) or [[done]]
+            with reducer.exchanging():
+                asked = [reducer.channel(use).allgather(done, "finish") for use in uses]
+                everyone, *_ = await together(asked) or [[done]]
         except BaseException:
             reducer.fail()
             raise
@@ -428,7 +431,7 @@ class OuterEngine(Stateful):
         counts = [max(count, -1 - count) for count in told]
         if len(set(counts)) > 1:
             reducer.fail()
-            raise PeerError(f"finish(): {unequal_steps(min(counts), max(counts), step)}")
+            raise DisagreementError(f"finish(): {unequal_steps(min(counts), max(counts), step)}")
         return min(told) >= 0
 
     # ---- numbers and state -------------------------------------------------------------------------
@@ -508,11 +511,12 @@ class OuterEngine(Stateful):
         distance = None
         if self.settings.rule is not None:
             distance = self._distance()
-        await self.contributions.weigh_(exchange, reducer)
-        moves = [Moves(self, exchange, unit) for unit in fragment.units]
         try:
-            drift = 0.0 if distance is None else await drift_of(distance, reducer)
-            averages = await self._reduce(exchange, moves, fragment.units)
+            with reducer.exchanging():
+                await self.contributions.weigh_(exchange, reducer)
+                moves = [Moves(self, exchange, unit) for unit in fragment.units]
+                drift = 0.0 if distance is None else await drift_of(distance, reducer)
+                averages = await self._reduce(exchange, moves, fragment.units)
         except BaseException:
             reducer.refuse()
             raise

@@ -231,6 +231,31 @@ def test_nonfinite_gradients_are_refused_collectively():
     all_refuse_what_is_not_finite(make, "0.weight", poison)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["dense", "oktopk"])
+def test_training_is_refused_after_an_exchange_has_broken_off(algorithm):
+    """DDP would otherwise fail in its own words, and ranks that train on would drift apart."""
+    net = ddp_model()
+
+    def failing(unit):
+        raise PeerError("the other rank is gone")
+
+    with attached(net, algorithm) as sync:
+        train(net, range(2))
+        before = flat(net)
+        sync.reducer._select = failing
+        with refused("the other rank is gone", error=PeerError):
+            backward(net, 2)
+        del sync.reducer._select
+        words = f"rank {dist.get_rank()}: an earlier exchange broke off (the other rank is gone)"
+        for _ in range(2):
+            with refused(words):
+                net(batch(3)[0])
+        with torch.no_grad():
+            net(batch(3)[0])
+        assert torch.equal(flat(net), before)
+
+
 @on_ranks(3)
 def test_a_forgotten_handle_ends_its_thread_and_its_sockets():
     files = []

@@ -190,6 +190,8 @@ class BucketSource(Source):
         """Refuse a model whose parameters have changed since ``attach``; name one that differs."""
         if not torch.is_grad_enabled():  # an evaluation has no backward pass
             return
+        # checked before DDP prepares for a backward pass, which one that broke off has left half done
+        self._steps.reducer.comm.check_whole()
         self._exchanged = False
         model = self._model()
         assert model is not None

@@ -429,8 +429,8 @@ def correct(
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
         known, before = counts.get(parameter, (None, -1.0))
-        # the same tensor, because a state that was loaded or dropped counts anew
-        if before >= 0 and (known is None or known is state["step"]):
+        # the same tensor, and no fewer steps, because a state that was loaded or dropped counts anew
+        if 0 <= before <= step and (known is None or known is state["step"]):
             short = min(step - before, steps)
         else:
             short = 0.0 if parameter.grad is None else min(step, steps)

@@ -132,6 +132,24 @@ def test_frozen_parameters_are_compared_too(exchange):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_tensors_of_the_user_can_be_resized(kind):
+    """By observers, e.g. on their first batch; NumPy would forbid it for good."""
+    net = torch.nn.Sequential(model(), torch.nn.BatchNorm1d(5), torch.nn.PReLU())
+    net.register_buffer("seen", torch.zeros(3))
+    net = DistributedDataParallel(net)
+    net.module.seen.fill_(dist.get_rank())  # differs, so rank 0 sends its own
+    optimizer = kind(net.parameters(), lr=0.01)
+    with sparsync.attach(net, optimizer) as sync:
+        for step in range(2):
+            step_of(net, optimizer, step)
+        sync.finish()
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    held = [*net.parameters(), *net.buffers(), *(p.grad for p in net.parameters()), *state]
+    assert all(tensor.untyped_storage().resizable() for tensor in held)
+
+
+@on_ranks(2)
 def test_a_buffer_that_is_removed_is_named():
     net = torch.nn.Sequential(model(), torch.nn.BatchNorm1d(5))
     optimizer = adam(net)

@@ -63,6 +63,14 @@ def test_digests_do_not_depend_on_where_a_tensor_lies(dtype):
     assert digest(values) != digest(values[:-1])
 
 
+@pytest.mark.parametrize("size", [0, 3, 20_001])
+def test_a_tensor_can_be_resized_after_its_digest(size):
+    """NumPy would forbid it for good, and observers of quantisation resize their buffers."""
+    values = torch.ones(size)
+    digest(values)
+    assert values.untyped_storage().resizable()
+
+
 def test_digests_know_dtype_shape_and_sign_of_zero():
     zeros = torch.zeros(6)
     others = [zeros.view(2, 3), -zeros, zeros.int(), torch.zeros(5), torch.zeros(0)]

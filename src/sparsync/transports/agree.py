@@ -275,7 +275,8 @@ def digest(tensor: Tensor) -> str:
     words = flat[: flat.numel() // _WORD * _WORD].view(torch.int64)
     full = words.numel() // _ROW * _ROW
     table = words[:full].view(-1, _ROW)
-    rest = flat[full * _WORD :]
+    # NumPy makes a storage that it has seen unresizable for good, but torch's observers resize buffers
+    rest = flat[full * _WORD :].clone()
     # Integer sums modulo 2^64 depend neither on the order of addition nor on the device, unlike sums of
     # floats.  The rest, less than 8 KiB, is hashed directly.
     state = hashlib.blake2b(digest_size=8)
@@ -356,7 +357,8 @@ async def equalise_(comm: Communicator, tensors: Mapping[str, Tensor]) -> list[s
 
 async def _copy_(comm: Communicator, tensor: Tensor, source: int, others: Sequence[int]) -> None:
     if comm.rank == source:
-        payload = bytes_of(tensor)
+        # a copy, because some transports show what they send to NumPy (see ``digest``)
+        payload = bytes_of(tensor).clone()
         sending = [comm.isend(payload, rank, "heal", Raw("value")) for rank in others]
         for operation in sending:
             await operation

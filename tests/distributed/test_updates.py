@@ -1042,7 +1042,9 @@ def test_other_numbers_of_steps_are_told_by_finish_and_save(transport, folder):
         sync.close()
         return
     here, there = ("exchange 1, local step 7", "exchange 1, local step 6")[:: 1 - 2 * rank]
-    with refused(f"rank {rank}, {here}: ", f"rank {1 - rank} sent one of {there}", error=PeerError):
+    apart = f"in finish(): ranks have done 6 to 8 local steps, this one {(8, 6)[rank]}; "
+    named = f"rank {rank}, {here}: ", f"rank {1 - rank} sent one of {there}", apart, more
+    with refused(*named, error=PeerError):
         if rank == 0:
             sync.step()
             sync.step()  # the period closes
@@ -1079,6 +1081,21 @@ def test_finish_is_named_where_another_rank_exchanges(folder):
     with refused("in phase 'finish'" if rank else "phase 'finish'", error=PeerError):
         sync.finish() if rank else sync.step()
     sync.close()
+
+
+@on_ranks(2)
+def test_a_buffer_that_grew_to_other_sizes_is_named_by_finish():
+    net, rank = model(), dist.get_rank()
+    net.register_buffer("seen", torch.zeros(1))
+    with sparsync.attach(net, adam(net)) as sync:
+        net.seen = torch.zeros(2 + rank)
+        here, there = ("'seen (2,)'", "'seen (3,)'")[:: 1 - 2 * rank]
+        with refused(
+            f"rank {rank} compares {here} where rank {1 - rank} compares {there}",
+            "equal sizes",
+            error=PeerError,
+        ):
+            sync.finish()
 
 
 @on_ranks(2)

@@ -234,12 +234,28 @@ def test_any_dtype_and_layout_is_healed(dtype):
     assert simulate(program, 3).results == [True] * 3
 
 
-def test_other_tensors_are_refused_not_compared():
+@pytest.mark.parametrize(
+    ("first", "others", "message"),
+    [
+        (
+            ["a"],
+            ["a", "b"],
+            "rank 0 compares 'none' where rank 1 compares 'b'; give all ",
+        ),
+        (
+            ["a (2,)", "b (3,)"],
+            ["a (2,)", "b (4,)"],
+            r"'b \(3,\)' where rank 1 compares 'b \(4,\)'; ",
+        ),
+        (["b", "a"], ["a", "b"], "rank 0 compares 'b' where rank 1 compares 'a'"),
+    ],
+)
+def test_other_tensors_are_refused_not_compared(first, others, message):
     async def program(comm):
-        names = ["a", "b"] if comm.rank else ["a"]
+        names = others if comm.rank else first
         await divergences(comm, {name: torch.ones(2) for name in names})
 
-    with pytest.raises(PeerError, match="compares 1 tensors, but ranks 1, 2 a different set"):
+    with pytest.raises(PeerError, match=message):
         simulate(program, 3)
 
 

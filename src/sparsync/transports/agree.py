@@ -41,6 +41,7 @@ _TEXT_BYTES = 1 << 16  # bytes of a fact's value that ranks exchange when they d
 _NO_MARKS = torch.zeros(0, dtype=torch.bool)
 _NAMED = 3  # number of other ranks whose values an error shows
 _SHOWN, _BEFORE = 240, 60  # characters shown of a value; of these, before the first difference
+_BETWEEN = " | "  # names that ranks exchange when they differ
 _WORD = 8  # bytes
 _ROW = 1024  # words: short enough for a cache, long enough to keep the sums small
 
@@ -309,7 +310,7 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
         PeerError: the ranks compare tensors with different names, or in a different order.
 
     Cost: that of ``digest`` for every tensor; an allgather of 16 bytes; if a tensor differs,
-    another allgather of 8 bytes per tensor.
+    another allgather of 8 bytes per tensor; if names differ, that of ``texts_of`` for the names.
     """
     mine = torch.tensor([_number(digest(tensor)) for tensor in tensors.values()], dtype=torch.int64)
     # first compare one digest of all digests, so that a check without a difference costs 16 bytes
@@ -319,9 +320,13 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
     everyone = await comm.allgather(sums, "sentinel")
     others = [r for r, theirs in enumerate(everyone) if theirs[0] != names]
     if others:
+        # every rank sees a mismatch, so all of them take part
+        texts = await texts_of(comm, _BETWEEN.join(tensors), "sentinel")
+        pairs = zip_longest(*(texts[r].split(_BETWEEN) for r in (comm.rank, others[0])))
+        here, there = next((a or "none", b or "none") for a, b in pairs if a != b)
         raise PeerError(
-            f"rank {comm.rank} compares {len(tensors)} tensors, but {_ranks(others)} a different set; "
-            "give all ranks the same model, and the same optimizer in the same state"
+            f"rank {comm.rank} compares {here!r} where rank {others[0]} compares {there!r}; give all "
+            "ranks the same model, with buffers of equal sizes, and the same optimizer in the same state"
         )
     if all(torch.equal(theirs, sums) for theirs in everyone):
         return []

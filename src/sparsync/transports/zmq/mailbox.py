@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, final
 from torch import Tensor
 
 from sparsync.errors import CommunicationError, PeerError, WireFormatError
+from sparsync.transports.agree import unequal_steps
 from sparsync.transports.ledger import place
 
 __all__ = ["HEADER_BYTES", "NO_LOCAL_STEP", "Claim", "Header", "Mailboxes"]
@@ -186,9 +187,10 @@ class Mailboxes:
             name = self._phases.get(header.phase)
             phase = f"number {header.phase:#x}" if name is None else f"'{name}'"
             local = None if header.local_step == NO_LOCAL_STEP else header.local_step
+            apart = _apart(claim, name, local) or "the ranks are not in the same call"
             claim.error = PeerError(
                 f"{claim}: rank {header.source} sent one of {place(header.step, local)}, phase {phase}; "
-                "the ranks are not in the same call"
+                f"{apart}"
             )
         elif nbytes > claim.capacity or (claim.exact and nbytes < claim.capacity):
             most = "exactly" if claim.exact else "at most"
@@ -198,3 +200,18 @@ class Mailboxes:
             )
         else:
             claim.sender, claim.payload = header.source, payload
+
+
+def _apart(claim: Claim, phase: str | None, local_step: int | None) -> str:
+    """Return by how many local steps two ranks differ if only one of them is in ``finish()``."""
+    if (
+        claim.local_step is None
+        or local_step is None
+        or (claim.phase == "finish") == (phase == "finish")
+    ):
+        return ""
+    # an exchange follows the local step that it is named after, but ``finish`` names the next one
+    here = claim.local_step + (claim.phase != "finish")
+    there = local_step + (phase != "finish")
+    counts = unequal_steps(min(here, there), max(here, there), here)
+    return f"only one of the two is in finish(): {counts}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "check_unattached",
     "exchanged_updates",
     "gradient_hooks",
+    "refuse_inside_backward",
 ]
 
 
@@ -51,10 +52,7 @@ class Guard:
 
     def __init__(self, sync: _Guarded) -> None:
         self.sync = weakref.ref(sync)
-        handle = hooks.register_optimizer_step_pre_hook(self)
-        self.remove = handle.remove
-        # torch keeps global hooks forever; at process exit there is nothing left to remove
-        weakref.finalize(sync, handle.remove).atexit = False
+        self.remove = _on_all_optimizers(self, sync)
 
     # a compiled step must not trace the guard, which reads private state of optimizers and handles
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -77,6 +75,41 @@ class Guard:
             "replacing one, "
             "call finish() and close(), and attach again, on all ranks"
         )
+
+
+def refuse_inside_backward(sync: object) -> Callable[[], None]:
+    """Refuse steps inside ``backward()`` until the returned function is called, or ``sync`` is freed.
+
+    E.g. those of a hook that steps each parameter's own optimizer: gradients are not exchanged yet, and
+    an exchange would write weights that the backward pass still reads.
+
+    Cost: none outside of backward passes.
+    """
+    return _on_all_optimizers(_check_after_backward, sync)
+
+
+def _check_after_backward(optimizer: Optimizer, *_step: Any) -> None:
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return
+    updates = exchanged_updates()
+    stepped = (p for group in optimizer.param_groups for p in group["params"])
+    if any(
+        id(p) in updates or any(hook.owner is not None for hook in gradient_hooks(p))
+        for p in stepped
+    ):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} is about to step inside backward(), as from a hook of a "
+            "parameter, before gradients are exchanged, and while the pass still reads the weights; step "
+            "it after backward()"
+        )
+
+
+def _on_all_optimizers(hook: Callable[..., None], sync: object) -> Callable[[], None]:
+    """Call a hook before all steps in the process, until ``sync`` is freed; return what removes it."""
+    handle = hooks.register_optimizer_step_pre_hook(hook)
+    # torch keeps global hooks forever; at process exit there is nothing left to remove
+    weakref.finalize(sync, handle.remove).atexit = False
+    return handle.remove
 
 
 def check_outermost(model: nn.Module) -> None:

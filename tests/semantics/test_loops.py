@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from concurrent.futures import Future
@@ -607,6 +608,39 @@ def _in_backward(net):
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own: its torch.jit
         from torch.distributed.optim import _apply_optimizer_in_backward
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+
+
+_INSIDE = (
+    "refused. The step raises an error, and `backward()` ends with it. Step after `backward()`."
+)
+
+
+@practice(
+    "optimizers inside `backward()`, from hooks of parameters (`register_post_accumulate_grad_hook`)",
+    attach=_INSIDE,
+    updates=_INSIDE,
+)
+def test_optimizers_in_hooks(column):
+    net = network()
+    own = {parameter: sgd([parameter]) for parameter in net.parameters()}
+    exchange = "gradients" if column == "attach" else "updates"
+    for model, options in ((Ddp(net), {}), (net, {"replicate": dist.group.WORLD})):
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        with sparsync.attach(model, list(own.values()), exchange=exchange, **options):
+            hooks = [p.register_post_accumulate_grad_hook(lambda p: own[p].step()) for p in own]
+            with refused("SGD is about to step inside backward()", "after backward()"):
+                mean_square(model, 0, here()).backward()
+            for hook in hooks:
+                hook.remove()
+        assert all(map(torch.equal, before, net.parameters()))
+    # those of other models, e.g. of a copy, may step as they like
+    other = copy.deepcopy(net)
+    alone = {parameter: sgd([parameter]) for parameter in other.parameters()}
+    with sparsync.attach(Ddp(net), list(own.values()), exchange=exchange):
+        for parameter in other.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: alone[p].step())
+        mean_square(other, 0, here()).backward()
+    assert not any(map(torch.equal, other.parameters(), net.parameters()))
 
 
 _TWICE = (

@@ -11,6 +11,7 @@ from typing import Any, final
 from torch import nn
 
 from sparsync.errors import ConfigurationError
+from sparsync.exclusive import refuse_inside_backward
 from sparsync.feedback.reducer_state import (
     ParsedState,
     agree_state,
@@ -93,6 +94,7 @@ class GradientSync(Handle):
         self._steps, self._source = steps, source
         follow_scalers()
         source.watch(self)
+        self.on_close.callback(refuse_inside_backward(self))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate; the next backward pass exchanges the sum.

@@ -24,7 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
-from sparsync.exclusive import Guard, check_outside_ddp, exchanged_updates
+from sparsync.exclusive import (
+    Guard,
+    check_outside_ddp,
+    exchanged_updates,
+    refuse_inside_backward,
+)
 from sparsync.feedback.changes import begin_together
 from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
 from sparsync.fields import (
@@ -274,6 +279,8 @@ class UpdateSync(Handle):
         handles += [Guard(self)] if self.optimizers else []
         for handle in handles:
             self.on_close.callback(handle.remove)
+        if self.optimizers:
+            self.on_close.callback(refuse_inside_backward(self))
 
     # ---- DDP, on autograd's thread -----------------------------------------------------------------
 

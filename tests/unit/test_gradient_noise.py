@@ -277,6 +277,20 @@ def test_agreement_tells_data_that_differ_from_noise(apart, noise):
     assert told.agreement == pytest.approx(1 / (1 + apart**2), abs=0.15)
 
 
+def test_ranks_with_the_same_data_agree_whatever_lasts():
+    """Gradients change their sign between measurements, so nothing lasts but what roundoff leaves."""
+    common = torch.randn(40, 50, generator=torch.Generator().manual_seed(2))
+
+    def gradients(_rank, at):
+        return {"w": common * (-1) ** at * (1 + 0.1 * at)}
+
+    (_, state), *_ = measured(gradients, 80)
+    told = GradientNoise({torch.nn.Parameter(torch.zeros(40, 50)): 0.99})
+    told.load_state_dict(state)
+    assert told._lasting[0] < 0 < told._lasting[1]
+    assert told.agreement == 1
+
+
 def test_steps_are_corrected_together_as_often_as_a_parameter_was_stepped():
     """The second parameter rests in every second step, and the third gets its first gradients late."""
     torch.manual_seed(0)

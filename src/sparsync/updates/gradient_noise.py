@@ -49,6 +49,9 @@ _STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local st
 # Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction
 # of all differences. By chance alone, the fraction stays below 0.02.
 _SURE: Final = 0.1
+# relative to a parameter's squares: sums are float32, and the roundoff of some 50 remembered pairs
+# adds up, so that ranks with the same data seem to differ
+_ROUNDOFF: Final = 1e-3
 
 # first and second moment of a parameter, its weights, and the constants of the pass over them
 _Job = tuple[Tensor, Tensor, Tensor, native.Moments]
@@ -231,7 +234,8 @@ class GradientNoise:
         if self._pairs < _PAIRS:
             return None
         common, apart, differing = self._lasting.clamp(min=0.0).tolist()
-        return common / (common + apart) if apart > _SURE * differing else 1.0
+        least = max(_SURE * differing, _ROUNDOFF * len(self._parameters))
+        return common / (common + apart) if apart > least else 1.0
 
     def _find_shares(self) -> None:
         self.shares = {}

@@ -97,7 +97,9 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
         "Held-out loss relative to dense AdamW's, both at the best of the rates that dense AdamW was "
         "trained with; mean and deviation over seeds. Made by `benchmarks/scale.py`, on virtual ranks. "
         '"rank": the batch per rank is fixed; "all": the global batch is. "two-bits" is the default of '
-        "models from a million parameters, which smaller models stand for here.",
+        'models from a million parameters, which smaller models stand for here; "two-bits-every" sends '
+        'them on every step. "..., at once" was measured when each local step was lengthened at once, '
+        "and not before the exchange.",
         "",
         "| task | steps | schedule | batch | ranks | best rate, of | method | seeds | dense "
         "| over dense | bytes per parameter and step |",

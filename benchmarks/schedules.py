@@ -332,6 +332,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         "rows of exchanged updates have one bit on every second step, but for what their names say. "
         'All but "updates", "two-bits" and "two-bits-clip" were measured when a matrix had one share '
         'of noise for all of its rows, "..., whole" with otherwise the same settings as the first two. '
+        '"..., at once" was measured when each local step was lengthened at once, and not before the '
+        "exchange. "
         '"two-bits-clip" clips a rank\'s gradient to the root of P times the norm of dense training.',
         "",
         "| task | steps | ranks | rate | schedule | method | seeds | dense | over dense "

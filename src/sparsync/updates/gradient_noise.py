@@ -418,7 +418,7 @@ def correct(
     Several steps are lengthened together, just before they are exchanged, as if each had been the last
     one.  Until then a rank's weights lie up to sqrt(P) times closer to those of the others, and so do the
     points at which it takes its gradients: most of what lengthening adds is this rank's own noise.
-    (With every step lengthened at once, 16 ranks lost 2.7 % where they now lose 1.4; design notes.)
+    (With every step lengthened at once, 16 ranks lost 2.7 % where they now lose 1.3; design notes.)
 
     A step that the optimizer was told to skip is not corrected.  Of each parameter, only the steps since
     its count in ``counts`` are, which is updated: a subclass may step on some of its calls only.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, final
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,10 @@ __all__ = [
     "exchanged_updates",
     "gradient_hooks",
     "refuse_inside_backward",
+    "repeating",
 ]
+
+_REPEATS: Final = ContextVar("repeats", default=False)
 
 
 class _Guarded(Protocol):
@@ -88,8 +93,18 @@ def refuse_inside_backward(sync: object) -> Callable[[], None]:
     return _on_all_optimizers(_check_after_backward, sync)
 
 
+@contextmanager
+def repeating() -> Iterator[None]:
+    """Allow steps inside ``backward()``: a rank that catches up there repeats those of the others."""
+    token = _REPEATS.set(True)
+    try:
+        yield
+    finally:
+        _REPEATS.reset(token)
+
+
 def _check_after_backward(optimizer: Optimizer, *_step: Any) -> None:
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1 or _REPEATS.get():
         return
     updates = exchanged_updates()
     stepped = (p for group in optimizer.param_groups for p in group["params"])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sparsync.elastic.copies import Source, fetch
 from sparsync.errors import PeerError, SparsyncError
+from sparsync.exclusive import repeating
 from sparsync.fields import Each, Fields, opened, sealed
 from sparsync.state import packed, unpacked
 from sparsync.transports.driver import close_at_exit
@@ -185,7 +186,8 @@ def repeat(
             # the gradients that the optimizer was given, e.g. after clipping
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
-            one.step()
+            with repeating():
+                one.step()
     for one, own in zip(optimizers, gradients, strict=True):
         for parameter, gradient in zip(_parameters(one), own, strict=True):
             parameter.grad = gradient

@@ -86,9 +86,9 @@ class Auto(Collective):
     step's entries are already selected by then, so dense can only start on the second step.  A step with
     another k or P, as after a warm-up, plans again in the same way, with the factors known by then.
     Every ``check_period`` steps, the ranks agree on the time of an exchange since the last plan.  It is
-    the minimum of their means,
-    because a rank that arrives early also measures its wait for the others.  This yields a factor for the
-    current candidate, and a switch to another candidate if that one promises enough gain.
+    the minimum of their means, because a rank that arrives early also measures its wait for the others.
+    This yields a factor for the current candidate, and a switch to another candidate if that one promises
+    enough gain.
 
     Args: those of the preset ``sparsync.presets.auto``; candidates select k entries or everything.
 

@@ -211,6 +211,7 @@ def _sent(selected: Vector, delivered: SparseVector) -> Tensor:
     """Return the indices of delivered entries that this rank has selected itself."""
     # ``delivered`` also holds what the rank takes back: rounding errors of a sum that it owns, and sums
     # that it has dropped, where others' entries may outweigh its own (``collective.less``).
+    # Of a whole vector nothing is taken back, and its memory may hold the new residual by now.
     if not isinstance(selected, SparseVector) or not delivered.nnz:
         return delivered.indices
     at = torch.searchsorted(delivered.indices, selected.indices).clamp_(max=delivered.nnz - 1)

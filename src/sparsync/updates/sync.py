@@ -374,6 +374,8 @@ class UpdateSync(Handle):
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
+            # Adam counts the steps of every parameter, so its correction can wait for the exchange.
+            # Nothing tells how often other optimizers have stepped a parameter, so theirs cannot.
             shares, ranks = noise.shares, self._weights.ranks
             lengthen(optimizer, noise.steps, shares, ranks)
             short = self._short.get(optimizer, 0) + 1

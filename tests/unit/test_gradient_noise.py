@@ -277,6 +277,22 @@ def test_agreement_tells_data_that_differ_from_noise(apart, noise):
     assert told.agreement == pytest.approx(1 / (1 + apart**2), abs=0.15)
 
 
+def test_a_few_large_gradients_are_no_sign_of_data_that_differ():
+    """Ranks draw gradients of very unequal size, so a single pair decides what seems to last."""
+
+    def gradients(rank, at):
+        draw = torch.Generator().manual_seed(4_000_021 + 1000 * at + rank)
+        size, noise = (2 * torch.randn((), generator=draw)).exp(), torch.randn(9, 8, generator=draw)
+        return {"w": 0.5 + size * noise}
+
+    (_, state), *_ = measured(gradients, 100)
+    told = GradientNoise({torch.nn.Parameter(torch.zeros(9, 8)): 0.99})
+    told.load_state_dict(state)
+    _, apart, differing, _ = told._lasting
+    assert apart > 0.1 * differing
+    assert told.agreement == 1
+
+
 def test_ranks_with_the_same_data_agree_whatever_lasts():
     """Gradients change their sign between measurements, so nothing lasts but what roundoff leaves."""
     common = torch.randn(40, 50, generator=torch.Generator().manual_seed(2))

@@ -46,9 +46,10 @@ _JOINED: Final = 64  # how many small tensors are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
 _FORGETS: Final = 0.98  # factor on older pairs, per pair
 _STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local step
-# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction
-# of all differences. By chance alone, the fraction stays below 0.02.
-_SURE: Final = 0.1
+# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction of
+# all differences, and this many of its own standard errors: where gradients are heavy-tailed or
+# parameters few, a few pairs decide its sum.
+_SURE, _ERRORS = 0.1, 4.0
 # relative to a parameter's squares: sums are float32, and the roundoff of some 50 remembered pairs
 # adds up, so that ranks with the same data seem to differ
 _ROUNDOFF: Final = 1e-3
@@ -136,8 +137,8 @@ class GradientNoise:
         self._last = torch.zeros_like(self._table)  # this rank's previous sums, with the same signs
         self._common = torch.zeros(len(self._parameters), _SIDE * _SIDE, dtype=torch.float64)
         # sums of squares: the lasting part common to all ranks, the lasting part particular to single
-        # ranks, and all differences between ranks
-        self._lasting, self._pairs = torch.zeros(3, dtype=torch.float64), 0
+        # ranks, and all differences between ranks; then the square of the second's standard error
+        self._lasting, self._pairs = torch.zeros(4, dtype=torch.float64), 0
         # for each parameter, the squares of the average, and the mean of the single ranks' squares
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
         self._row_squares = torch.zeros(2, ends[-1], dtype=torch.float64)
@@ -212,7 +213,9 @@ class GradientNoise:
             found = torch.stack([common, products - common, of_ranks - of_average])
             # differences are relative to each parameter's squares, so all parameters weigh the
             # same, as in Adam's steps
-            self._lasting.mul_(_FORGETS).add_((found / of_ranks.clamp(min=1e-300))[:, known].sum(1))
+            found = (found / of_ranks.clamp(min=1e-300))[:, known].sum(1)
+            self._lasting[:3].mul_(_FORGETS).add_(found)
+            self._lasting[3:].mul_(_FORGETS**2).add_(found[1].square())  # as the variance of a sum
             self._pairs += int(known.any())
         self._common = sums.clone()
         self._measured += 1
@@ -233,8 +236,10 @@ class GradientNoise:
         """
         if self._pairs < _PAIRS:
             return None
-        common, apart, differing = self._lasting.clamp(min=0.0).tolist()
-        least = max(_SURE * differing, _ROUNDOFF * len(self._parameters))
+        common, apart, differing, variance = self._lasting.clamp(min=0.0).tolist()
+        least = max(
+            _SURE * differing, _ERRORS * math.sqrt(variance), _ROUNDOFF * len(self._parameters)
+        )
         return common / (common + apart) if apart > least else 1.0
 
     def _find_shares(self) -> None:

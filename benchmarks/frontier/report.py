@@ -60,19 +60,28 @@ class Entry:
             if seed in base.by_seed
         ]
 
-    def volume(self, timed: Row | None) -> tuple[float, float, float, str]:
+    def volume(self, timed: Row | None, same: Row | None) -> tuple[float, float, float, str]:
         """Return bytes per parameter and step: sent, received, and sent after the dense start.
 
-        The lab's counts are preferred; the last value names the source.
+        The lab's counts are preferred; the last value names the source.  ``same`` is a run outside the
+        lab that is as long as ``timed``.  If the first steps send more, runs of other lengths send other
+        bytes per step, so the lab's count is scaled by the ratio of the library's own counts.
         """
         row, source = self.best[0], timed or self.best[0]
-        phases = [(row[name], source[name] or row[name]) for name in ("dense", "rest") if row[name]]
+
+        def bytes_of(name: str, way: str) -> float:
+            if not (timed and timed[name]):
+                return float(row[name][way])
+            ratio = row[name][way] / same[name][way] if same and same[name] else 1.0
+            return float(timed[name][way] * ratio)
+
+        names = [name for name in ("dense", "rest") if row[name]]
         each = row["steps"] * row["parameters"]
         sent, received = (
-            sum(phase["steps"] * counts[way] for phase, counts in phases) / each
+            sum(row[name]["steps"] * bytes_of(name, way) for name in names) / each
             for way in ("sent", "received")
         )
-        return sent, received, phases[-1][1]["sent"] / row["parameters"], source["counted"]
+        return sent, received, bytes_of(names[-1], "sent") / row["parameters"], source["counted"]
 
     def seconds(self, steps: float, timed: Row) -> float:
         """Return the seconds of this many steps in the lab, including the dense start."""
@@ -133,6 +142,12 @@ class Section:
     def timed(self, key: tuple[str, str]) -> Row | None:
         """Return the method's run in any lab; all of them count the same bytes."""
         return next((rows[key] for rows in self.labs.values() if key in rows), None)
+
+    def volume(self, key: tuple[str, str]) -> tuple[float, float, float, str]:
+        """Return a method's bytes per parameter and step, as ``Entry.volume`` does."""
+        timed = self.timed(key)
+        same = self.runs.get(timed["steps"], {}).get(key) if timed else None
+        return self.entries[key].volume(timed, same.best[0] if same else None)
 
     def steps_to(self, key: tuple[str, str], part: float) -> float | None:
         """Return the fewest steps, in runs of any length, to dense AdamW's loss at ``part`` of its run.
@@ -197,7 +212,7 @@ def cells(section: Section, entry: Entry) -> list[str]:
     last = [f"{lr:g}" + ("*" if lr in (min(rates), max(rates)) else ""), tuned, str(trials)]
     if entry.diverged:
         return [entry.method, entry.optimizer, *["-"] * 4, "diverges", *["-"] * 4, *last]
-    sent, received, after, counted = entry.volume(section.timed(key))
+    sent, received, after, counted = section.volume(key)
     loss = f"{fmean(loss_of(row) for row in entry.best):.4f}"
     if TASKS[section.task].workload.classifies:
         loss += f" ({fmean(row['accuracy'] for row in entry.best):.1%} right)"
@@ -278,7 +293,7 @@ def picture(sections: Sequence[Section], path: Path) -> None:
         points: dict[tuple[float, float], Entry] = {}
         for key, entry in section.entries.items():
             gaps = [] if entry.diverged else entry.gaps(section.base)
-            most = 0.0 if entry.diverged else max(entry.volume(section.timed(key))[:2])
+            most = 0.0 if entry.diverged else max(section.volume(key)[:2])
             if gaps and most:  # methods that sent nothing cannot be shown on a logarithmic axis
                 x, y = most, 100 * fmean(gaps)
                 points[x, y] = entry

@@ -181,7 +181,8 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> ConfigurationErro
         >>> str(unknown("exchange", "SSAR_Split_allgater", ["dense", "split-allgather"]))[:65]
         "unknown exchange 'SSAR_Split_allgater' (did you mean SSAR_Split_a"
     """
-    names = list(known)
+    # a name such as "packed, int8" would fall apart in the list; its hyphenated form is accepted as well
+    names = [name.replace(", ", "-") for name in known]
     like = [*names, *(alias for alias, name in ALIASES.items() if name in names)]
     near = suggestion(given, like) if isinstance(given, str) else ""
     return ConfigurationError(f"unknown {kind} {given!r}{near}; choose one of {', '.join(names)}")

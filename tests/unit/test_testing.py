@@ -139,6 +139,14 @@ class Doubling(Wrapped):
         return Coo().encode(replace(vector, values=-2 * vector.values))
 
 
+class Overflowing(Wrapped):
+    exact = False
+
+    def encode(self, vector):
+        values = vector.values.to(torch.float16).to(vector.values.dtype)
+        return Coo().encode(replace(vector, values=values))
+
+
 class Shrinking(Wrapped):
     def entries_within(self, nbytes, size, dtype=torch.float32):
         return max(super().entries_within(nbytes, size, dtype) - 1, 0)
@@ -153,6 +161,10 @@ class Shrinking(Wrapped):
         (OfAnother(), r"OfAnother\(\): format 1 is that of coo; choose another"),
         (Rounding(), "decode differs from decoded"),
         (Doubling(), "the error exceeds the vector"),
+        (
+            Overflowing(),
+            r"3\.4\S+, 1\.0, inf.* \[inf, 1\.0, inf, .* finite values must stay finite",
+        ),
         (Shrinking(), "bytes"),
     ],
 )

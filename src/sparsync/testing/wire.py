@@ -131,7 +131,10 @@ def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: b
         decoded = codec.decode(codec.encode(vector).payload, vector.size)
         sent, arrived = vector.isfinite(), decoded.isfinite()
         alike = bool(sent.all() == arrived.all()) if spreading else torch.equal(sent, arrived)
-        assert alike, f"{where}: not finite alike"
+        assert alike, (
+            f"{where}: {decoded.to_dense()[vector.indices].tolist()} arrived; finite values must stay "
+            "finite (clamp before rounding), and NaN and Inf must arrive as NaN or Inf"
+        )
 
 
 def _check_budgets(codec: Codec[SparseVector], size: int) -> None:

@@ -38,7 +38,7 @@ class Allgather(Collective):
         keep_error: the sender keeps the codec's rounding error; if False, the error is lost, as in
             RedSync.
 
-    Cost: ceil(log2 P) messages; 2 k (P - 1) words received, as many sent.   State: none.
+    Cost: ceil(log2 P) messages; 2 k (P - 1) words sent, and as many received.   State: none.
     Differs from the paper: a rank sends at most ``cap * k`` entries (``cap=None``: no limit, but an extra
     round announces the lengths).
 
@@ -101,8 +101,8 @@ class Allgather(Collective):
         messages = await comm.allgatherv(encoded.payload, capacities, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(m.numel() for m in messages))
-            # Use this rank's share as the others decode it, at its place in rank order.  All ranks then
-            # fold the same numbers and get the same bits.
+            # Use this rank's share as the others decode it, and keep rank order.  All ranks then fold
+            # the same numbers in the same order and get the same bits.
             shares = [
                 encoded.decoded if rank == comm.rank else m for rank, m in enumerate(messages)
             ]

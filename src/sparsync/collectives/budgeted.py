@@ -24,9 +24,9 @@ _DEVIATIONS = 4  # margin for an owner's share of the k largest, which is binomi
 
 @final
 class Budgeted(Collective):
-    """The k largest entries of the sum, with less volume than Theorem 3.1's lower bound for COO.
+    """Finds the k largest entries of the sum, with less volume than Theorem 3.1's lower bound for COO.
 
-    A hash deals elements to owners (``kernels.deal``), so any support loads all ranks evenly.  There are
+    A hash deals elements to owners (``kernels.deal``), so the load is even for any support.  There are
     no regions to cut, balance or announce, and message sizes are bounded in advance.
 
     1. Every rank sends each owner its entries, packed; the owner sums them in rank order.
@@ -42,11 +42,12 @@ class Budgeted(Collective):
 
     Args:
         codec: wire format (default: packed, bf16).
-        budget: words (of 4 bytes) per k (P - 1) / P that a rank may send and receive.  The theorem's
-            bound for COO is 2; bf16 values use about 1.6 at 1 %.
+        budget: words of 4 bytes that a rank may send and receive, in units of k (P - 1) / P.  The
+            theorem's bound for COO is 2; bf16 values use about 1.6 at a density of 1 %.
 
-    Cost: 2 (P - 1) messages in 2 rounds; about 2 * 3.1 bytes * k (P - 1) / P at 1 %.   State: none.
-    Differs from the paper: there is none; the two exchanges are Ok-Topk's, but with hashed regions
+    Cost: 2 (P - 1) messages in 2 rounds; about 2 * 3.1 bytes * k (P - 1) / P at a density of 1 %.
+    State: none.
+    Differs from the paper: there is no paper; the two exchanges are Ok-Topk's, but with hashed regions
     (compare Zen), bounded messages and no threshold.
 
     Example:
@@ -71,7 +72,7 @@ class Budgeted(Collective):
         self.codec, self.budget = codec or Packed(), float(budget)
 
     def cost(self, job: Job) -> Cost:
-        """Return ``2 (P - 1)`` messages: a share of k entries, then the largest sums, packed.
+        """Return ``2 (P - 1)`` messages: P - 1 with shares of the entries, then P - 1 with sums.
 
         Each other rank gets k / P entries, then k / P + 4 sqrt(k / P) + 4, out of n / P elements.  This
         is a mean over ranks and steps; the budget bounds every single step.
@@ -98,8 +99,8 @@ class Budgeted(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Send entries to owners, sum them there, send the sums to all ranks, keep the k largest."""
-        # Keep at most k entries, whatever the selector found.  The capacities below then depend only
-        # on k, so all ranks know them without an announcement.
+        # Keep at most k entries, even if the selector found more.  The capacities below then depend only
+        # on k, so all ranks know them and none needs to be announced.
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
@@ -132,7 +133,7 @@ class Budgeted(Collective):
         Each exchange gets half of the budget.  With few entries per rank there is no budget, only a
         limit that random variation hardly ever reaches.
         """
-        # dealing assigns ceil(n / P) places to every owner
+        # dealing assigns ceil(n / P) elements to every owner
         width, mean = -(-size // world_size), k / world_size
         share = _owned(mean, min(width, k))
         if mean < _FEW_PER_RANK:  # no budget, but messages still need a bound

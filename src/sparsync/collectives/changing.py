@@ -30,13 +30,13 @@ class Changing(Collective):
     A layer is a buffer, or a parameter that is exchanged whole.  A rank sends the layers that have
     changed so far.  For every other layer, it sends only a flag: whether the layer has changed on this
     rank.  All ranks see the sum of the flags, so they agree on the layers that a second round must
-    deliver.  From then on, those layers are always sent.  A buffer that starts to change on a single
-    rank, after any number of exchanges, is thus delivered as if it had always been sent, and no round
-    is spent on asking.
+    deliver.  From then on, those layers are always sent.  A buffer may start to change on a single rank,
+    after any number of exchanges; it is then delivered as if it had always been sent.  No extra round is
+    needed to find this out.
 
-    Cost: as ``Dense`` for the layers that change, and 4 or 8 bytes for each of the others; one more
-    allreduce in the first exchange, and whenever a layer starts to change.
-    State: the layers that change, equal on all ranks.   Differs from the paper: there is none.
+    Cost: as ``Dense`` for the layers that change, plus 4 or 8 bytes for every other layer.  The first
+    exchange, and every exchange in which a layer starts to change, take a second allreduce.
+    State: the layers that change, equal on all ranks.   Differs from the paper: there is no paper.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -91,6 +91,6 @@ async def _sum(comm: Communicator, parts: list[torch.Tensor]) -> Sequence[torch.
 
     Cost: one allreduce of their concatenation.
     """
-    # ``cat`` makes a copy, so the layers are not overwritten
+    # ``in_place`` overwrites only the copy that ``cat`` makes, not the layers
     flat = await comm.allreduce(torch.cat(parts), "dense", in_place=True)
     return torch.split(flat, [part.numel() for part in parts])

@@ -36,10 +36,10 @@ class Reduced:
 
     Attributes:
         total: bit-identical on every rank.
-        delivered: this rank's share of the total; its support may differ.  Entries that were selected
-            but are missing from it were dropped in flight and stay in the residual.
-        lost: the part of ``delivered`` that a codec rounded away and that no rank keeps, as published.
-            It is almost always None, i.e. nothing is lost.
+        delivered: this rank's share of the total, which may have entries at other elements.  Selected
+            entries that are missing from it were dropped in flight and stay in the residual.
+        lost: the part of ``delivered`` that a codec rounded away and that no rank keeps, as some papers
+            specify.  It is None if nothing is lost, which is almost always the case.
     """
 
     total: Vector
@@ -54,8 +54,9 @@ class Collective(Stateful):
     the same on every call.
 
     Attributes:
-        operation: its neutral element is the value of elements that a sparse vector does not store.
-        result: the kind of total, which determines the lower bound for comparing costs.
+        operation: the reduction.  Elements that a sparse vector does not store have its neutral element
+            as their value.
+        result: the kind of total, which determines the lower bound that costs are compared with.
         by_runs: whether the collective reads a dense vector only through ``DenseVector.run``, never
             as a whole.
         order: order of the float additions.  "rank": the total is, bit for bit, the left fold in rank
@@ -81,7 +82,7 @@ class Collective(Stateful):
 
         Args:
             entries: the largest number of entries on any rank; equal on all ranks, like ``total``.
-            total: number of entries of the previous total of this kind of call; None for the first.
+            total: number of entries in the total of the previous call of this kind; None for the first.
         """
 
     def for_layers(self, sizes: Sequence[int]) -> Collective:
@@ -113,7 +114,7 @@ class Collective(Stateful):
             comm: the group; any ``world_size >= 1``.
             selected: this rank's contribution, ``size`` equal on all ranks; not modified.
             k: the number of entries asked for, per rank and in the total.
-            step: 0-based; a period p opens when ``step % p == 0``.
+            step: 0-based; a period of p steps starts when ``step % p == 0``.
         """
 
 
@@ -163,7 +164,7 @@ def rounded_off(before: SparseVector, after: SparseVector) -> SparseVector:
 
 
 def less(vector: SparseVector, parts: Iterable[SparseVector]) -> SparseVector:
-    """Subtract vectors from a vector, even at elements that the latter does not store."""
+    """Return ``vector`` minus all ``parts``, even at elements that ``vector`` does not store."""
     # A rank may drop sums to which it contributed nothing.  ``delivered`` gets a negative entry there, so
     # ``accumulated - delivered`` adds the dropped sum to the rank's residual.
     negative = [SparseVector(p.indices, -p.values, p.size) for p in parts if p.nnz]

@@ -41,9 +41,10 @@ Result = Literal["top-k", "sum", "whole"]
 class Job(NamedTuple):
     """An exchange in which each of P ranks contributes k of n entries.
 
-    ``result`` is the number of entries of the sum over all ranks, if known: k for equal supports, k
-    P for disjoint ones.  With None, supports are taken as random and independent.  Only supports that
-    avoid each other fill in more.
+    ``result`` is the number of entries in the sum over all ranks: k if all ranks select the same
+    elements, k P if no two ranks select the same one.  If it is unknown (None), the model assumes that
+    every rank selects random elements, independently of the others.  The sum has more entries than that
+    only if ranks avoid one another's elements.
 
     Example:
         >>> Job(1000, 10, 4, result=10).union(2), Job(1000, 10, 4, result=40).union(2)
@@ -71,9 +72,10 @@ class Job(NamedTuple):
         return self.union(self.world_size)
 
     def union(self, ranks: int) -> float:
-        """Return the number of entries in a sum over some of the ranks.
+        """Return the expected number of entries in the sum over ``ranks`` of the P ranks.
 
-        With a known result, the sum of j vectors has ``k j^a`` entries, where ``k P^a`` is the result.
+        If ``result`` is known, the sum of j vectors is taken to have ``k j^a`` entries, where a is such
+        that ``k P^a`` is ``result``.
         """
         if self.result is None:
             return expected_union(self.k, self.size, ranks)
@@ -98,7 +100,8 @@ class Cost:
         decoded: number of entries unpacked and merged.
         dense_bytes: bytes of dense vectors added or copied into place.
         turns: number of times that a rank works and then waits for the entries of others.
-        together: number of messages that overlap with one sent at the same time.
+        together: number of messages whose latency overlaps with that of another message sent at the same
+            time.
 
     Example:
         >>> (Cost(2, 800.0) + Cost(1, 200.0)).words
@@ -118,7 +121,7 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def times(self, factor: float) -> Cost:
-        """Return the cost of ``factor`` calls, e.g. of one in 64 steps."""
+        """Return the cost of ``factor`` calls; 1 / 64 for one call in 64 steps."""
         return Cost(*(factor * getattr(self, f.name) for f in fields(self)))
 
     @property
@@ -127,7 +130,7 @@ class Cost:
         return self.nbytes / WORD_BYTES
 
     def seconds(self, alpha: float, beta: float, distance: float = 0.0) -> float:
-        """Return the time on the links: alpha seconds per message, beta per byte (papers: per word).
+        """Return the seconds on the links: alpha per message, beta per byte (in the papers, per word).
 
         ``distance`` is the part of alpha that is paid only once for messages sent together.
         """
@@ -154,8 +157,8 @@ def allgatherv(nbytes: float, world_size: int) -> Cost:
 def expected_union(k: float, size: int, ranks: int) -> float:
     """Return E[K], the expected size of the union of P uniformly random supports of k of N indices.
 
-    ``N sum_i (-1)^(i-1) C(P, i) (k / N)^i``, which is ``N (1 - (1 - k / N)^P)`` (SparCML, appendix
-    B.1).
+    This is ``N sum_i (-1)^(i-1) C(P, i) (k / N)^i``, which equals ``N (1 - (1 - k / N)^P)`` (SparCML,
+    appendix B.1).
 
     Example:
         >>> round(expected_union(10, 512, 2), 2), expected_union(512, 512, 3)
@@ -171,30 +174,29 @@ def expected_union(k: float, size: int, ranks: int) -> float:
 
 
 # ---- lower bounds -----------------------------------------------------------------------------------
-#
-# Theorem 3.1 counts two words of 4 bytes per entry (coo), Lemma 5.1 one, the value.  Lemma 5.2 counts two
-# per entry and one per element of a dense message.  A format with shorter indices or values, like packed,
-# may go below a bound.
+# Theorem 3.1 counts two words of 4 bytes per entry (coo); Lemma 5.1 counts only one, for the value.
+# Lemma 5.2 counts two words per entry and one per element of a dense message.  A format with shorter
+# indices or values, such as packed, may need fewer words than a bound.
 
 
 def lower_bound_words(k: float, world_size: int) -> float:
-    """Return Ok-Topk's Theorem 3.1: at least ``2 k (P - 1) / P`` words, for entries in COO."""
+    """Return the lower bound of Ok-Topk's Theorem 3.1 for entries in COO: ``2 k (P - 1) / P`` words."""
     return 2 * k * (world_size - 1) / world_size
 
 
 def lemma_5_1_words(k: float, world_size: int, *, disjoint: bool) -> float:
-    """Return SparCML's Lemma 5.1: no sparse allreduce moves fewer words, counting only values.
+    """Return the fewest words of any sparse allreduce by SparCML's Lemma 5.1, which counts only values.
 
-    ``(P - 1) k`` for disjoint supports, ``2 k (P - 1) / P`` for equal ones.
+    They are ``(P - 1) k`` for disjoint supports, and ``2 k (P - 1) / P`` for equal ones.
     """
     return float((world_size - 1) * k) if disjoint else lower_bound_words(k, world_size)
 
 
 def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> float:
-    """Return the limit after SparCML's Lemma 5.2: sparsity alone is at most ``2 / kappa`` times faster.
+    """Return ``2 / kappa``, the largest speedup by sparsity alone (SparCML, after Lemma 5.2).
 
-    The limit holds for sums that turn dense.  kappa is delta / N, the density above which a dense message
-    is shorter: ``value_bytes / (index_bytes + value_bytes)``.
+    This limit holds for sums that turn dense.  kappa is delta / N, the density above which a dense
+    message is shorter than a sparse one: ``value_bytes / (index_bytes + value_bytes)``.
 
     Example:
         >>> lemma_5_2_speedup()
@@ -204,13 +206,14 @@ def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> fl
 
 
 def sum_bound_words(job: Job) -> float:
-    """Return SparCML's Lemmas 5.1 and 5.2: no lossless sum moves fewer words per rank.
+    """Return the fewest words per rank of any lossless sum, by SparCML's Lemmas 5.1 and 5.2.
 
-    ``k + K (P - 2) / P`` values for a sum of K entries, averaged over ranks: an index that c ranks hold
-    takes c - 1 transfers to be summed and P - 1 to be distributed.  The two cases of Lemma 5.1 are K = k
-    and K = k P; the paper states no bound for values in between.  If the sum is dense, the bound is delta
-    words, which include the indices of entries sent in COO; delta is the number of entries above which a
-    vector is dense (Lemma 5.2).
+    A sum of K entries takes ``k + K (P - 2) / P`` values, averaged over ranks: an index that c ranks
+    hold takes c - 1 transfers to be summed and P - 1 to be distributed.  The two cases of Lemma 5.1 are
+    K = k and K = k P; the paper states no bound for values of K in between.
+
+    If the sum is dense, the bound is delta words, which include the indices of entries sent in COO.
+    Here delta is the number of entries above which a vector is dense (Lemma 5.2).
 
     Example:
         >>> [sum_bound_words(Job(10**6, 1000, 8, result=K)) for K in (8000, 1000)]
@@ -218,8 +221,8 @@ def sum_bound_words(job: Job) -> float:
         >>> sum_bound_words(Job(10**6, 300_000, 8))
         500000.0
     """
-    # delta = N i / (c + i) (section 5.1), which is half of the elements for indices and values of
-    # 4 bytes
+    # delta = N i / (c + i) (section 5.1); with 4 bytes per index (c) and per value (i), this is half of
+    # the elements
     limit = job.size * WORD_BYTES // ENTRY_BYTES
     if job.summed > limit:
         return float(limit) if job.world_size > 1 else 0.0

@@ -17,7 +17,8 @@ from sparsync.wire.packed import Packed
 
 __all__ = ["Halving"]
 
-# Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
+# Both constants are fitted to benchmarks/fidelity.md at P = 4 and 8.  Their units are a decoding pass
+# and a turn of ``Budgeted``.
 _PASSES = 12  # per entry received: merge, select again, note the dropped ones
 _TURN = 2 / 3  # share of a turn, because a rank waits for a single peer in a round
 
@@ -28,10 +29,10 @@ class Halving(Collective):
 
     This removes the first limitation stated in the Ok-Topk paper: O(P) messages.
 
-    A hash deals elements to P blocks, so the largest k / P entries of a block nearly match its part of
-    the global top-k.  In each round of the reduce-scatter, a rank passes some blocks on, adds the
-    arriving blocks to its own, and keeps the largest k / P entries of each.  Dropped entries stay in the
-    residual of the rank that drops them, even if other ranks contributed to them.  So do the codec's
+    A hash deals elements to P blocks, so the largest k / P entries of a block are nearly the ones that
+    the global top-k has there.  In each round of the reduce-scatter, a rank passes some blocks on, adds
+    the arriving blocks to its own, and keeps the largest k / P entries of each.  Dropped entries stay in
+    the residual of the rank that drops them, even if other ranks contributed to them.  So do the codec's
     rounding errors.
 
     Args:
@@ -148,7 +149,7 @@ class _Walk:
     async def allgather(self) -> SparseVector:
         """Collect all ranks' own blocks; return the total."""
         comm = self.comm
-        # Round and decode this rank's own block like the others, so that totals are bit-identical.
+        # round and decode this rank's own block as the other ranks do, so that totals are bit-identical
         encoded = self.codec.encode(self.blocks[0])
         self._note_rounding(self.blocks[0], encoded.decoded, first=0)
         most = min(self.quota, self.width)
@@ -183,8 +184,9 @@ class _Walk:
     def _placed(self, block: SparseVector, owner: int) -> SparseVector:
         """Return a block's entries with their indices in the whole vector."""
         indices = kernels.undeal(block.indices, owner, self.comm.world_size)
-        # A block has ceil(n / P) places, and some may lie beyond the end of the vector.  No honest sender
-        # uses those, and the codec, which knows only the block, cannot detect them.
+        # A block has room for ceil(n / P) elements, and the last ones may lie beyond the end of the
+        # vector.  No honest sender uses those.  The codec knows only the block, so it cannot refuse
+        # them.
         if indices.numel() and int(indices[-1]) >= self.mine.size:
             raise WireFormatError(
                 f"an element beyond the vector's {self.mine.size} was sent; "

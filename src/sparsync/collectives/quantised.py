@@ -105,8 +105,9 @@ class Quantised(Collective):
                     for start, stop in runs(widths[owner], like, most):
                         low, high = starts[owner] + start, starts[owner] + stop
                         write(start, *selected.terms(low, high))
-        # A capacity is the length of the longest message from one rank to another: in this round, the
-        # message for the widest region; in the second round, the one for the sender's own region.
+        # ``capacities[r]`` is the length of the longest message that rank r sends.  In this round, that
+        # is the message for the widest region; in the second round, it is the one for rank r's own
+        # region.
         messages = await comm.alltoallv(payloads, [max(lengths)] * len(lengths), "split", framing)
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
@@ -158,7 +159,7 @@ class _Sum:
     def run(self, start: int, stop: int, *own: Tensor) -> Tensor:
         """Return elements ``[start, stop)`` of the sum: the messages in rank order, then ``own``.
 
-        ``own`` has at most two vectors; if it has two, the first may be overwritten.
+        ``own`` is at most two vectors; if there are two, the first may be overwritten.
         """
         made = self._like.new_empty(stop - start)
         sum_to(made, self.messages, start, *own)
@@ -169,9 +170,9 @@ class _Sum:
 class _Coded(DenseVector):
     """A vector kept as encoded messages, one per region; runs are decoded on every access.
 
-    It needs little memory, and is written, divided or subtracted in one pass.  In the region named in
-    ``less``, the vector is the message minus a sum of other messages.  ``finite`` promises that no
-    message has NaN or Inf.
+    It needs little memory, and can be written, divided or subtracted in one pass.  In the region named
+    in ``less``, the vector is the message minus a sum of other messages.  ``finite`` promises that no
+    message contains NaN or Inf.
     """
 
     # On the CPU, writing a vector to fresh memory takes as long as seven passes over it, because the
@@ -242,7 +243,7 @@ class _Coded(DenseVector):
             step = self._codec.step
             whole = (first - low) % step == 0 and ((last - low) % step == 0 or last == low + width)
             in_place = whole and self.dtype == dense.dtype == torch.float32
-            # a region that is not decoded in place needs memory of its own; short runs keep it small
+            # a region that is not decoded in place needs a buffer, which is small because runs are short
             most = width if in_place and not self._others(rank) else self._most
             for begin, end in runs(last - first, self._like, most):
                 part = slice(first - start + begin, first - start + end)

@@ -45,10 +45,10 @@ _EXTRAS: Final = 2**26  # limit on the bytes of schedulers and the like that a r
 
 
 def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse options that do not work with elastic training.
+    """Refuse options that elastic training does not support.
 
     Raises:
-        ConfigurationError: an option does not work; the message names it.
+        ConfigurationError: an option is not supported; the message names it.
     """
     carried = options.transport
     for what, there in {
@@ -61,7 +61,7 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
     }.items():
         if there:
             raise ConfigurationError(f"{what} is not for elastic=; omit one of them")
-    # the manager's group opened its sockets before ``attach``
+    # options of sockets come too late here: the manager's group opened its sockets before ``attach``
     named, usual = {"timeout": carried.timeout, **carried.sockets}, Transport()
     given = [f"{name}=..." for name, value in named.items() if value != getattr(usual, name)]
     if carried.name != "auto":
@@ -77,14 +77,14 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
 
 
 def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
-    """Return the numeric rates, rounded because schedulers may differ in the last bits."""
+    """Return the numeric rates as text, rounded, because schedulers may differ in the last bits."""
 
     def text(value: Any) -> str:
         if isinstance(value, torch.Tensor):
             value = value.tolist()
         if isinstance(value, list | tuple):
             return " ".join(map(text, value))
-        # functions and other objects have no text that would be equal on all ranks
+        # the text of other objects, such as functions, may differ between ranks
         return f"{value:.12g}" if isinstance(value, int | float) else ""
 
     return [[(key, text(its[key])) for key in sorted(its)] for one in rates for its in one]
@@ -93,7 +93,7 @@ def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
 def summing(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm without averaging, because ``Attendance.commit`` divides.
 
-    Not all ranks contribute gradients to a total: ranks that are behind or leave do not.
+    The divisor is not the number of ranks: ranks that are behind or leave contribute no gradients.
     """
     return replace(algorithm, average=False)
 
@@ -106,9 +106,9 @@ class Attendance:
         manager: torchft's manager.
         reducer: a ``changing`` reducer with a ``summing`` algorithm.
         weights: returns a digest of the weights that are equal on all ranks.
-        frozen: the parameters that no step changes, which must be equal before the first one.
+        frozen: the parameters that no step changes; they must be equal before the first step.
         rates: returns the optimizers' current rates, which must also be equal.
-        average: divide totals by the number of ranks whose gradients are in them.
+        average: whether to divide totals by the number of ranks whose gradients they contain.
         settings: further settings that must be equal on all ranks.
 
     Attributes:
@@ -139,7 +139,7 @@ class Attendance:
         self._outside = False  # see ``outside_steps``
         self._since = 0  # the first step to which this rank contributes
         self.catch_up: CatchUp | None = None
-        # the rank that donates the copy in ``catch_up``, and whether the copy has arrived
+        # the rank from which ``catch_up`` fetches the copy, and whether the copy has arrived
         self._donor, self._ready = 0, False
         # the donor's further states, once this rank has caught up
         self._extras: dict[str, Any] | None = None
@@ -156,7 +156,7 @@ class Attendance:
                 self._asked = True
 
     def ready(self) -> None:
-        """Wait for the open step's quorum; call the roll if it differs from the last step's."""
+        """Wait for the open step's quorum; call the roll if it differs from the last step's quorum."""
         # after a failure, the roll may already have been called for this step
         if not self._met:
             quorum = self._quorum()
@@ -164,7 +164,8 @@ class Attendance:
                 self._meet(quorum)
         self._met = False
         if self.catch_up is not None and self.members.behind:
-            # look before the vote, which tells the others that this rank counts from the next step on
+            # look before the vote, because the vote tells the others whether this rank counts from the
+            # next step on
             try:
                 self._ready = self.catch_up.done and not self._outside
             except PeerError:
@@ -180,8 +181,8 @@ class Attendance:
     def outside_steps(self) -> Iterator[None]:
         """Return a context in which this rank takes part in an exchange outside of its loop's steps.
 
-        The rank does not catch up in such an exchange, because it would take over the states of
-        schedulers, which its loop does not step after such an exchange.
+        The rank does not catch up in such an exchange.  It would take over the others' schedulers, which
+        their loops step after the exchange, but its own loop does not.
         """
         self._outside = True
         try:
@@ -197,7 +198,7 @@ class Attendance:
     ) -> bool:
         """Repeat the exchange of the open step until a whole group has succeeded.
 
-        ``missed`` is called if the others have continued without this rank; it returns whether
+        If the others have continued without this rank, ``missed`` is called.  It returns whether
         ``attempt`` can take part in their step.
 
         Returns:
@@ -206,8 +207,9 @@ class Attendance:
         failed: CommunicationError | None = failure
         while failed is not None:
             verdict = self.recover(failed)
-            # ``_met`` stays True only if no attempt follows: the roll's rows then hold for the next
-            # step, whose quorum is already known. After an attempt, the rows of its votes hold.
+            # ``_met`` becomes True only if no attempt follows: the next step's quorum is then known, and
+            # its rows are the roll's.  After an attempt, the next step's rows are the ones sent with the
+            # votes.
             failed, self._met = None, False
             if self.reducer.comm.rank in verdict.stale and not missed():
                 self._met = True
@@ -231,16 +233,18 @@ class Attendance:
         take: Callable[[bytearray], None],
         others: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        """Wait until all ranks have applied the last step, those that are behind with another's copy.
+        """Wait until all ranks have the weights after the last step, by applying it or from a copy.
 
         Args:
             copy: returns a copy of this rank's state.
             take: loads the copy of another rank.
-            others: returns tensors that no step makes equal, by name; all take those of the first rank.
+            others: returns, by name, tensors that no step makes equal; all ranks take over the first
+                rank's.
         """
         members, reached = self.members, self.reducer.step
         while not members.left:
-            # a roll has set this rank back, but it has left its training loop and cannot redo the step
+            # if a roll has set this rank back, it cannot redo the step, because its training loop has
+            # ended
             if self.reducer.step < reached:
                 place = self.reducer.comm.ledger.place(reached - 1)
                 raise PeerError(
@@ -249,7 +253,7 @@ class Attendance:
                 )
             try:
                 if run(members.end(whole=self._has_copy())):
-                    # the training thread, which waits meanwhile, may use another stream
+                    # the training thread, which waits for this one, may have used another stream
                     self._wait_for_gpus()
                     if (
                         members.behind
@@ -279,8 +283,7 @@ class Attendance:
         catch_up, quorum = self.catch_up, self.group.quorum
         assert catch_up is not None and quorum is not None
         with suppress(PeerError):  # the fetch failed; start another one
-            # ``end`` returns the copy unchanged, without repeating steps, so the copy must be of
-            # the last step
+            # ``end`` loads the copy without repeating steps, so it must be a copy of the last weights
             if catch_up.since >= self.reducer.step:
                 return catch_up.done
         self._fetch(quorum, self.members.first)
@@ -306,8 +309,8 @@ class Attendance:
                 reason = str(self.manager.errored()).splitlines()[0]
             except Exception as error:  # of any type that torchft and its server raise
                 reason = (str(error) or type(error).__name__).splitlines()[0]
-                # ``start_quorum`` (torchft-nightly 2026.10.26) first takes the result of the last future.
-                # A failed future would raise the same error forever
+                # ``start_quorum`` (torchft-nightly 2026.10.26) first takes the result of the previous
+                # future.  If that failed, every later call would raise the same error
                 self.manager._quorum_future = None
             if time.monotonic() > until:
                 raise DeadlineError(
@@ -320,15 +323,17 @@ class Attendance:
                     f"{self.reducer.place}: no quorum yet ({reason}); training waits, and "
                     "nothing is lost"
                 )
-            # no pause after a long wait, because the quorum that is forming now may include this rank
+            # after a long wait, ask again without a pause: the quorum that is now forming may include
+            # this rank
             time.sleep(max(began + _PAUSE - time.monotonic(), 0))
 
     def _again(self, error: CommunicationError) -> Quorum:
         """Abandon the exchange, make the others abandon it too, and return the next quorum."""
-        # give up first, because the others may be waiting for this rank's messages until their deadline
+        # give up first, because otherwise the others may wait until their deadline for this rank's
+        # messages
         self.group.comm.give_up()
-        # torchft counts failed steps, and after one the lighthouse forms a new quorum even if its members
-        # are the same.  A quorum is needed whether or not the report succeeds
+        # Report the failure: the lighthouse then forms a new quorum even if its members stay the same.
+        # The next quorum is requested whether or not the report succeeds
         with suppress(Exception):
             self.manager.report_error(error)
             self.manager.should_commit()
@@ -336,9 +341,9 @@ class Attendance:
         return self._quorum()
 
     def _meet(self, quorum: Quorum) -> Verdict:
-        """Call the roll of a quorum, or of later ones until one succeeds.
+        """Call the roll of this quorum or, if that fails, of later ones until a roll succeeds.
 
-        Ranks without the weights wait for ranks that have them, whose heartbeats may only be late.
+        Ranks without the weights wait for a rank that has them, because its heartbeats may only be late.
 
         Raises:
             DeadlineError: rolls have failed for ten minutes.
@@ -366,13 +371,14 @@ class Attendance:
                     ) from error
                 quorum = self._again(error)
             except CheckpointError as error:
-                # a stalled rank, or one with late heartbeats, has the weights and will return
+                # a rank that has the weights may return: it may only have stalled, or its heartbeats may
+                # be late
                 if time.monotonic() > until:
                     raise
                 time.sleep(_PAUSE)
                 quorum = self._again(PeerError(str(error)))
         stale = quorum.rank in verdict.stale
-        # a fetch survives a change of the group, which renumbers the ranks, if its donor is still there
+        # a fetch survives a change of the group if its donor is still there, under a new rank
         known = self.catch_up is not None and self.catch_up.donor in quorum.names
         if (stale or (self.members.behind and not known)) and not self.members.idle:
             self._fetch(quorum, verdict.donor)
@@ -385,14 +391,14 @@ class Attendance:
     async def agree(self, told: Callable[[], dict[str, Any]]) -> None:
         """Vote, and send the states of ``told`` to ranks whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
-        # deal before the vote: an undelivered share makes the attempt fail, like any other message
+        # deal before the vote, so that the attempt fails if a dealt share is not delivered
         await members.deal()
         compared = members.counts and not members.idle
         facts = [compared, *(self._numbers() if compared else (0, 0, 0)), self._since]
         await members.vote(facts, donor=self._donor, ready=self._ready)
         self._check_alike()
         self._joined = bool(members.newcomers)
-        # fetching ranks do not count in the open step; copies are kept until no rank fetches
+        # keep the copies until no rank is fetching any more
         if self.offered and not members.fetching:
             self.group.copies.drop()
             self.offered = False
@@ -409,17 +415,18 @@ class Attendance:
         """Return a digest of all rates, the learning rate, and, periodically, a digest of the weights."""
         present = self.rates()
         rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
-        # the digest of the weights is sent periodically, and in the step after a rank has joined;
-        # otherwise, 0 is sent
+        # a digest takes a pass over the weights, so it is sent only periodically and in the step after a
+        # rank has joined; otherwise, 0 is sent
         looks = self._joined or self.reducer.step % _LOOK == 0
         weights = number_of(self.weights()) if looks else 0
-        # reduced from 64 bits, because float64 holds only 53
+        # reduced modulo 2^53, because votes are sent as float64
         return rates % _EXACT, lr, weights % _EXACT
 
     def _check_alike(self) -> None:
-        """Refuse rates and weights that differ from the rank that has contributed for the longest time.
+        """Refuse rates and weights unless they equal those of the longest-contributing rank.
 
-        Among several such ranks, the lowest decides.  Ranks that do not contribute yet are not compared.
+        If there are several such ranks, the lowest one decides.  Ranks that do not contribute yet are
+        not compared.
 
         Raises:
             ConfigurationError: raised on the rank that differs; the others continue without it.
@@ -427,8 +434,8 @@ class Attendance:
         me, told = self.reducer.comm.rank, self.members.told.tolist()
         if not told[me][0]:
             return
-        # The longest time decides, not the majority: there may be many newcomers with a different
-        # schedule, and these must end.
+        # The longest-contributing rank decides, not the majority: newcomers with a wrong schedule must
+        # end even if they are many.
         counted = [rank for rank, (counts, *_) in enumerate(told) if counts]
         first = min(counted, key=lambda rank: (told[rank][-1], rank))
         _, rates, lr, weights, _ = told[me]
@@ -460,15 +467,15 @@ class Attendance:
         """Advance to the step after ``step``; return whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
-        # if ``still`` is set, the votes' rows are current; after a roll, the roll's rows are
+        # with ``still``, the rows sent with the votes are current; after a roll, the roll's rows are
         arrived = members.committed(step, still=not self._met, applied=applied)
         if arrived:
             self._since = step + 1
         else:
             self._extras = None
-        # These calls serve only torchft's own step count, by which its quorums recognise lagging
-        # ranks. The count is set to this library's, because a rank that has joined could never
-        # reach the others' count by counting.
+        # These calls only maintain torchft's own step count, by which its quorums recognise lagging
+        # ranks.  The count is set to this library's step, because a rank that has joined later could
+        # never reach the others' count by counting itself.
         with suppress(Exception):
             self.manager.should_commit()
             batches = self.manager.batches_committed()
@@ -488,7 +495,7 @@ class Attendance:
     def offer(self, copy: Callable[[], memoryview]) -> None:
         """Serve a copy of the state before the open step, if a rank wants one and this rank has it."""
         members = self.members
-        # the optimizers of idle ranks no longer step, so their copy would be outdated
+        # the optimizers of an idle rank no longer step, so its copy would be outdated
         if self.group.copies.wanted.is_set() and not (members.behind or members.idle):
             self.offered = True
             self.group.copies.offer(self.reducer.step, copy())

@@ -1,11 +1,10 @@
 """Bring a joining rank to the others' weights while they continue training.
 
-The rank fetches a copy of the state before some step, and keeps all averages from the step in which the
-fetch began.  Then it applies them to the copy as the others did, so its weights equal theirs, bit for
-bit.
+The rank fetches a copy of another rank's state.  It keeps all averages since the step in which the fetch
+began.  Then it applies them to the copy as the others did, so its weights equal theirs, bit for bit.
 
-If gradients are exchanged, the rank keeps the gradients given to its optimizers, and repeats the steps
-of the donor's optimizers in the same order and with the same learning rates.
+If gradients are exchanged, the rank keeps those that were given to its optimizers.  It repeats the steps
+of the donor's optimizers with them, in the same order and with the same learning rates.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ Rates = list[list[dict[str, Any]]]
 """The settings of all optimizers' groups, without parameters: learning rates, decay, ..."""
 
 Taken = dict[int, list[tuple[int, list[dict[str, Any]]]]]
-"""By exchange, the optimizers' steps after it, in order: number of the optimizer, rates of its groups."""
+"""By exchange, the optimizer steps after it, in order: the optimizer's number, its groups' rates."""
 
 Kept = tuple[Tensor, Tensor] | Tensor | None
-"""A gradient; as indices and values if most of it is zero."""
+"""A gradient; if most of it is zero, its nonzero indices and their values."""
 
 
 def rates_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rates:
@@ -77,13 +76,13 @@ class CatchUp:
 
     Args:
         donor: name of the rank whose copy is fetched from ``source``.
-        timeout: seconds without a piece after which the fetch is abandoned.
+        timeout: seconds without progress after which the fetch is abandoned.
         since: the first step whose averages are kept.
 
     Attributes:
         copy: the step before which the copy was made, and its bytes; None until it has arrived.
-        log: by step, either the gradients of each optimizer that has stepped, by its number, or the
-            averages of updates, with their momentum.
+        log: by step: if gradients are exchanged, those of each optimizer that has stepped, by its
+            number; if updates are exchanged, their averages and the momentum.
     """
 
     def __init__(self, donor: str, source: Source | str, timeout: float, since: int) -> None:
@@ -93,9 +92,9 @@ class CatchUp:
         self._error: SparsyncError | None = None
         self._stopped = False
 
-        # The fetch has a separate thread and socket, because this rank takes part in every step in
-        # the meantime.  A copy older than ``since`` is not accepted, because earlier steps are not
-        # in the log.
+        # The fetch has its own thread and socket, because this rank takes part in all steps in the
+        # meantime.  A copy older than ``since`` is useless, because the log lacks the steps before
+        # ``since``.
         def work() -> None:
             try:
                 self.copy = fetch(source, timeout, since, lambda: self._stopped)
@@ -113,7 +112,7 @@ class CatchUp:
         Raises:
             PeerError: the fetch failed.
         """
-        # raised here, on the thread that can start another fetch
+        # raise the error here, because the caller's thread can start another fetch
         if self._error is not None:
             raise PeerError(f"{self._error}; another rank is asked") from self._error
         return self.copy is not None
@@ -135,20 +134,20 @@ def keep_gradients(
     """Keep the gradients given to the ``number``-th optimizer, and remove them from its parameters."""
     here: list[Kept] = []
     for parameter in _parameters(optimizer):
-        # with None the optimizer skips the parameter, saving work on weights that will be replaced
+        # with None, the optimizer skips the parameter, whose weights will be replaced anyway
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             here.append(None)
             continue
         flat = gradient.reshape(-1)
         at = flat.nonzero().flatten()
-        # Averages of sparse messages are mostly zero. If at most a third is nonzero, pairs with
-        # 32-bit indices save at least a third of the memory.
+        # Averages of sparse messages are mostly zero.  If less than a third is nonzero, storing indices
+        # (32 bits) and values saves at least a third of the memory.
         few = 3 * at.numel() < flat.numel()
         narrow = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
         here.append((at.to(narrow), flat[at]) if few else flat.clone())
-    # only the gradients of the first step are kept, because a second step with the same gradients
-    # would find none
+    # keep only the gradients of an optimizer's first step: for a second step with the same gradients,
+    # there are none left here
     catch_up.log.setdefault(step, {}).setdefault(number, here)
 
 
@@ -160,7 +159,7 @@ def repeat(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Bring the weights to their state on the other ranks before the optimizers' step ``step``.
+    """Bring the weights to the state that they had on the other ranks before step ``step`` was applied.
 
     Raises:
         PeerError: an optimizer has stepped on the donor (``taken``) but not on this rank.
@@ -171,7 +170,7 @@ def repeat(
     gradients = [[p.grad for p in _parameters(one)] for one in optimizers]
     load_copy(raw, model, optimizers)
     for done in range(begin, step):
-        # not all optimizers step after every exchange; those of a GAN alternate
+        # not every optimizer steps after every exchange: a GAN's two optimizers alternate
         for number, groups in taken.get(done, []):
             kept = catch_up.log.get(done, {}).get(number)
             if kept is None:
@@ -183,7 +182,7 @@ def repeat(
             one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
-            # the gradients that the optimizer was given, e.g. after clipping
+            # these are the gradients as the optimizer got them, e.g. after clipping
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
             with repeating():

@@ -1,6 +1,6 @@
-"""Send joining ranks a copy of a rank's state: in pieces, losslessly, while training continues.
+"""Send joining ranks a copy of a rank's state, in pieces and losslessly, while training continues.
 
-Only the byte of a float32 that holds most of the exponent is compressed; the other three are noise.
+Only the byte of a float32 that holds most of the exponent is compressed; the other three look random.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def pack(raw: bytes | memoryview) -> bytes:
         >>> unpack(pack(b"0123456789")) == b"0123456789"
         True
     """
-    # Arrange the bytes in columns, so that the compressor sees exponents next to each other. The
-    # last column is the highest byte, because numbers are little-endian.
+    # Arrange the bytes in four columns, so that the compressor sees exponents next to each other.  The
+    # last column holds the highest bytes, because numbers are little-endian.
     words = np.frombuffer(raw, np.uint8, count=len(raw) // 4 * 4).reshape(-1, 4)
     high, low = zlib.compress(words[:, 3].tobytes(), 1), words[:, :3].tobytes()
     return struct.pack("<II", len(raw), len(high)) + high + low + bytes(raw[words.size :])
@@ -71,7 +71,8 @@ class CopyServer:
 
     Attributes:
         endpoint: the server's address; without keys, followed by a blank and the password.
-        wanted: set if a rank has asked for a copy and there is none; ``offer`` one then.
+        wanted: set if a rank has asked for a copy and there was none; the owner should then ``offer``
+            one.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class CopyServer:
         advertise: str | None,
         keys: CurveKeys | None = None,
     ) -> None:
-        # a separate context has its own I/O thread, so pieces do not queue behind messages of
-        # exchanges
+        # a separate context has its own I/O thread, so that pieces and the messages of exchanges do not
+        # share a queue
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.ipv6 = ":" in interface
         guard: CurveKeys | Password = Password() if keys is None else keys
-        # guard and limit come before ``bind``, after which strangers may connect
+        # set the guard and the size limit before ``bind``, after which strangers can connect
         guard.guard(self._socket)
         self._socket.maxmsgsize = _LONGEST
         try:
@@ -107,8 +108,8 @@ class CopyServer:
 
     def offer(self, step: int, raw: bytes | memoryview) -> None:
         """Serve a copy of the state before the optimizer's step ``step``."""
-        # Keep an older copy for a rank in the middle of fetching it. Create a new dictionary: the
-        # thread may be iterating over the current one, and would fail if it grew.
+        # Keep older copies, which a rank may be in the middle of fetching.  Make a new dictionary: the
+        # thread may be iterating over the current one, and would fail if it changed size.
         self._copies = {**self._copies, step: raw}
         self.wanted.clear()
 
@@ -130,13 +131,13 @@ class CopyServer:
                 continue  # not a request of this library
             answer = self._answer(*_ASK.unpack(frames[0]))
             if answer is not None:
-                # the request is echoed, so the asker can tell pieces apart
+                # echo the request, so that the asker can tell pieces apart
                 self._socket.send_multipart([who, frames[0], answer])
         self._socket.close(linger=0)
         self._context.term()
 
     def _answer(self, what: bytes, step: int, first: int) -> bytes | None:
-        # the attribute is read once, because ``drop`` may replace the dictionary at any time
+        # read the attribute only once, because ``drop`` may replace the dictionary at any time
         copies = self._copies
         if what == b"?":
             found = max((since for since in copies if since >= step), default=None)
@@ -154,8 +155,8 @@ def fetch(
     """Fetch a rank's copy of step ``since`` or later; return its step and its bytes.
 
     Raises:
-        DeadlineError: nothing arrived for ``timeout`` seconds, or no copy was made within six times
-            that.
+        DeadlineError: nothing arrived for ``timeout`` seconds, or there was no copy within six times
+            that time.
         PeerError: ``stop`` returned True.
     """
     place, key, keys = Source(source) if isinstance(source, str) else source
@@ -176,8 +177,8 @@ def fetch(
     def answer() -> tuple[bytes, int, int, bytes]:
         nonlocal heard
         while not socket.poll(100):
-            # ``stop`` is called ten times a second, so that closing a handle does not wait for a
-            # silent donor
+            # check ``stop`` ten times a second, so that closing a handle does not wait for a silent
+            # donor
             if stop():
                 raise PeerError(f"the copy at {endpoint} is not needed any more")
             if time.monotonic() > heard + timeout:
@@ -195,13 +196,14 @@ def fetch(
             step, size = _ANSWER.unpack(answer()[3])
             if not size:
                 time.sleep(_LOOK)
-            # a copy may take longer than a piece, because the donor makes it at its next exchange
+            # the copy may take longer than ``timeout``, because the donor makes it only at its next
+            # exchange
             if time.monotonic() > began + 6 * timeout:
                 raise DeadlineError(f"there was no copy of the weights at {endpoint}")
         whole, asked, came = bytearray(size), 0, 0
         while came < size:
-            # requests are limited to a window, because queued pieces would delay exchanges on the
-            # same link
+            # limit the number of open requests, because queued pieces would delay exchanges on the same
+            # link
             while asked < size and asked - came < AHEAD * PIECE:
                 ask(b"!", step, asked)
                 asked += PIECE

@@ -1,8 +1,8 @@
 """Exchange gradients among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
-In every step, torchft's manager is asked for a quorum while the forward pass runs.  If the quorum's
-members differ from those of the previous step, or an exchange fails, the members call the roll
-(``members``) before they continue.
+In every step, the ranks ask torchft's manager for a quorum while the forward pass runs.  If the quorum's
+members differ from those of the previous step, or an exchange fails, the members call the roll before
+they continue (see ``members``).
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def attach_elastic(
 
 @final
 class PresentRanks(Ranks):
-    """The ranks of the current quorum, which repeat each step's exchange until a whole group has its sum.
+    """The ranks of the current quorum, which repeat a step's exchange until a whole group has the sum.
 
     Args:
         model: the plain module, whole on every rank.
         weights: the parameters that are exchanged.
         reducer: a ``changing`` reducer with a ``summing`` algorithm.
         engine: the handle's engine.
-        parts: the consensus of a replica that is not split.
+        parts: the consensus on used parameters, for a replica that is not split.
         options: the options of ``attach``.
         manager: torchft's manager.
         optimizers: the optimizers that apply the averages; a joining rank takes over their states.
@@ -159,7 +159,7 @@ class PresentRanks(Ranks):
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is up to date; gradients at outdated weights do not count."""
+        """Whether this rank is up to date; gradients computed with outdated weights do not count."""
         return self.attendance.members.counts
 
     def watch(self) -> list[Any]:
@@ -183,12 +183,12 @@ class PresentRanks(Ranks):
     # ---- a step ------------------------------------------------------------------------------------
 
     def begin(self, *, again: bool) -> bool:
-        """Wait for the quorum; return False in the backward pass that finds that this rank has left.
+        """Wait for the quorum; return False in the first backward pass after this rank has left.
 
-        Ranks that have abandoned a step meet again in any case, so ``again`` is ignored.
+        ``again`` is ignored, because ranks that have abandoned a step meet again anyway.
         """
-        # Meet before the first gradient is accumulated: the group decides whether this rank's
-        # gradients count, and how entries are collected.
+        # meet before the first gradient is accumulated, because the group decides whether this rank's
+        # gradients count, and how the accumulating pass collects entries
         self.membership.turns.take()
         if self._is_late():
             self.membership.turns.end()
@@ -199,11 +199,11 @@ class PresentRanks(Ranks):
 
     def _is_late(self) -> bool:
         """Return whether this rank has left without the program's knowledge."""
-        # Drop one backward pass without an error, so that a program can read ``sync.left`` after
-        # its step. ``Membership.check_here`` refuses the next one.
+        # Drop one backward pass without an error, so that the program can read ``sync.left`` after this
+        # step.  ``Membership.check_here`` refuses the next step.
         if not self.membership.gone:
             return False
-        # autograd's private number for a backward pass, which ``ParameterSource`` uses as well;
+        # this private number of autograd identifies the backward pass, as in ``ParameterSource``;
         # PyTorch has no public one
         task = torch._C._current_graph_task_id()
         if self._last_task is None:
@@ -222,8 +222,8 @@ class PresentRanks(Ranks):
         self._position = reducer.step, reducer.skipped
 
         async def attempt() -> None:
-            # This is the order in which ``ParameterSource`` starts its jobs: a rank that has just
-            # joined makes its first attempt here, while others in its group use the jobs.
+            # Keep the order in which ``ParameterSource`` starts its jobs: a rank that has just joined
+            # makes its first attempt here, while other ranks of its group exchange through those jobs.
             units = [reducer.exchange(unit) for unit in range(len(reducer.units))]
             used = self._parts.share_used(reducer.channel("used"), came)
             await together([*units, used, reducer.share()])
@@ -232,23 +232,25 @@ class PresentRanks(Ranks):
         try:
             for job in jobs:
                 job.result()
-            # the jobs have exchanged all units but not voted; without jobs (``_take_part``) nothing has
-            # been exchanged yet
+            # the jobs have exchanged all units, and only the vote is missing; without jobs
+            # (``_take_part``), nothing has been exchanged yet
             run(self._agree() if jobs else attempt())
         except CommunicationError as error:
-            # ``missed`` returns False: the roll has closed this rank's step and put its gradients
-            # into the residual, and the next gradients come only with the next backward pass
+            # ``missed`` returns False, because this rank cannot take part in the others' step: the roll
+            # has closed its own step and put the gradients into the residual, and new ones come only
+            # with the next backward pass
             if not self.attendance.persist(error, attempt, missed=lambda: False):
                 self._missed = True
                 return None
         self._exchanged = True
-        # a rank without gradients, e.g. one that leaves in the others' steps, does not contribute
+        # a rank without gradients, e.g. one that leaves between its own steps, does not contribute
         self.attendance.members.count_only(self._parts.came)
         return self.attendance.commit(propagate_nonfinite=self._policy == "propagate")
 
     def finished(self) -> None:
         """Continue with the next step and the current ranks."""
-        # not after a missed step, because the roll has already brought the reducer to the others' step
+        # after a missed step there is nothing to close: the roll has brought the reducer to the others'
+        # step
         if self._exchanged:
             step, skipped = self._position
             self.attendance.close(step, applied=self._reducer.skipped == skipped)
@@ -256,11 +258,12 @@ class PresentRanks(Ranks):
             self._reducer.take_notice()  # a joining rank has nothing new to report
 
     def _take_part(self) -> None:
-        """Take part in the others' steps on the engine's thread, without training, until it has left."""
+        """Take part in the others' steps, on the engine's thread, without training, until it has left."""
         reducer = self._reducer
         while not self.membership.left:
             self.attendance.ready()
-            # with zeros, entries are still selected from the residual, until it is dealt to others
+            # with zero gradients, this rank still sends entries of its residual, until that is dealt to
+            # others
             for unit, its in enumerate(reducer.units):
                 zeros = torch.zeros(its.size, dtype=its.dtype, device=its.device)
                 reducer.accumulate(unit, 0, zeros)
@@ -283,22 +286,22 @@ class PresentRanks(Ranks):
         return make_copy(self._model(), self._optimizers)
 
     def _told(self) -> dict[str, Any]:
-        """Return the optimizers' steps since the copy was made, and states for a joining rank."""
+        """Return the states that a joining rank takes over, and the optimizers' steps since its copy."""
         present, weights = rates_of(self._optimizers), weights_digest(self._weights)
         mine = {"taken": self._taken, "present": present, "weights": weights}
         return {**self.membership.told(), **mine}
 
     def settled(self, applies: bool) -> bool:
-        """If this rank has caught up, bring its weights to the state to which the averages apply."""
+        """If this rank has caught up, bring its weights to the state before this step's averages."""
         if applies:
-            # processes start independently, so only the first step reveals which rank should print
-            # the line
+            # processes start independently, so before the first step no process knows whether it is rank
+            # 0, which prints the line
             said, self._said = self._said, ""
             if said and not self.attendance.members.behind and self._reducer.comm.rank == 0:
                 say(said)
         if (arrival := self.attendance.arrival()) is not None:
             extras, catch_up = arrival
-            # the step that has just been exchanged; its average is written to the gradients, and the
+            # ``step`` has just been exchanged: its average is already in the gradients, and the
             # program's own ``optimizer.step()`` applies it
             step = self._reducer.step - 1
             repeat(catch_up, step, extras["taken"], self._model(), self._optimizers)
@@ -321,7 +324,7 @@ class PresentRanks(Ranks):
         self.membership.turns.end()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep this step's gradients if this rank is catching up, or its rates if another rank is."""
+        """Keep the gradients if this rank is catching up; keep the rates if another rank is."""
         number = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
         # the commit has already counted the step that this optimizer applies
         step, attendance = self._reducer.step - 1, self.attendance

@@ -31,8 +31,9 @@ except ImportError as error:
         "elastic training is built on torchft; pip install 'sparsync[elastic]'"
     ) from error
 
-# Releases up to 0.2.0 call ``configure`` with the address of a store instead, and their lighthouse has no
-# field for the members' own addresses; every quorum would fail, and ranks would wait for the next.
+# Releases up to 0.2.0 call ``configure`` with the address of a store instead, and their lighthouse does
+# not pass on the members' own addresses.  Every quorum would fail, and ranks would wait for the next one
+# forever.
 if not hasattr(Manager, "_reconfigure_pg"):
     raise ConfigurationError(
         "this torchft passes no reconfigure handles between ranks, like all releases up to 0.2.0; "
@@ -41,12 +42,14 @@ if not hasattr(Manager, "_reconfigure_pg"):
 
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
-# The interval of heartbeats: a tenth of 500 ms. After that time, a lighthouse that is started as in
+# The interval of heartbeats.  It is a tenth of 500 ms, the time after which a lighthouse started as in
 # docs/elastic.md considers a silent rank gone.
 _BEAT = timedelta(milliseconds=50)
-# time without an answer after which the quorum is requested again: a lighthouse that ends loses requests
+# time without an answer after which the quorum is requested again, because a restarted lighthouse has
+# lost the request
 _ASK_AGAIN = timedelta(seconds=20)
-# time limit for connecting to a lighthouse, which may start later, and to this rank's own manager
+# time limit for connecting to the lighthouse, which may start later than this rank, and to this rank's
+# own manager
 _CONNECTS = timedelta(seconds=60)
 _LOOPBACK = "127.0.0.1"
 
@@ -78,9 +81,10 @@ class Quorum(NamedTuple):
 class ElasticGroup(ProcessGroup):
     """The ``pg`` of a ``torchft.Manager``, for ``attach(elastic=manager)``.
 
-    A member's handle contains its addresses and its public key.  A change of the quorum is first
-    recorded.  It takes effect when the exchange of a step begins, on the thread that owns the sockets.
-    The group serves only sparsync's exchanges, and refuses torchft's ``manager.allreduce``.
+    The handle that a member sends to the lighthouse contains its addresses and its public key.  A change
+    of the quorum is only recorded at first.  It takes effect when the exchange of a step begins, on the
+    thread that owns the sockets.  The group serves only sparsync's exchanges, and refuses torchft's
+    ``manager.allreduce``.
 
     Args:
         transport: "zmq", or "torch" (gloo); copies of the weights use ZeroMQ in any case.
@@ -89,10 +93,12 @@ class ElasticGroup(ProcessGroup):
             members whose key is not in the directory are left out.
         timeout: seconds that a message of an exchange may take; a rank that stalls for longer is left
             behind.
-        interface: name or address of the interface to bind.  Default: ``GLOO_SOCKET_IFNAME``, or the one
-            that leads to the lighthouse (``TORCHFT_LIGHTHOUSE``), or to ``MASTER_ADDR``.
+        interface: name or address of the interface to bind.  Default: ``GLOO_SOCKET_IFNAME``; if that is
+            not set, the interface that leads to the lighthouse (``TORCHFT_LIGHTHOUSE``) or to
+            ``MASTER_ADDR``.
         port_range: for "zmq": first and last port that may be bound; a rank takes two of them.
-        advertise: for "zmq": the address by which others reach this rank, if it is not the interface's.
+        advertise: for "zmq": the address at which others reach this rank, if it differs from the
+            interface's.
 
     Example:
         >>> manager = make_manager(min_replicas=2)  # doctest: +SKIP
@@ -119,14 +125,14 @@ class ElasticGroup(ProcessGroup):
         if interface is None and lighthouse and not os.environ.get("GLOO_SOCKET_IFNAME"):
             interface = way_to(lighthouse)
         interface = choose_interface(interface, HashStore())
-        # the name identifies the process, not its place, because a restarted rank has another state
+        # the name identifies a process, not a rank number, because a restarted rank has lost its state
         self.name = uuid.uuid4().hex
         self.quorum: Quorum | None = None
         self.store: Any = None  # the manager's; gloo's ranks meet in the store of the first of them
         self._keys: CurveKeys | None = None
         self._said = ""
-        # This is a group of one until the first quorum.  Sockets are bound now, because the handle
-        # that the manager sends to the lighthouse contains their addresses.
+        # Until the first quorum, this is a group of one.  But its sockets are bound now, because the
+        # manager sends their addresses to the lighthouse.
         self.comm: ZmqCommunicator | GlooCommunicator
         if transport == "torch":
             self.copies = CopyServer(interface, None, None)
@@ -150,8 +156,8 @@ class ElasticGroup(ProcessGroup):
             self.copies = CopyServer(interface, port_range, advertise, self._keys)
         self._card = {"transport": transport, "key": ""}
         if self._keys is not None:
-            # ranks with different lists of keys would refuse each other's sockets, and wait for each
-            # other in every step
+            # ranks with different lists of keys would refuse each other's connections, and wait for each
+            # other in every step, so the list is part of the transport's name
             self._card["transport"] = f"{transport} with the keys {self._keys.digest}"
             self._card["key"] = self._keys.public.decode()
         self._card |= {"name": self.name, "exchange": exchange, "copies": self.copies.endpoint}
@@ -163,8 +169,8 @@ class ElasticGroup(ProcessGroup):
     def reconfigure(self, opts: Any) -> Any:
         """Record the compatible members of a new quorum; torchft's manager calls this on its own thread.
 
-        Incompatible members are left out.  A rank that is compatible with no other, and has not met any
-        yet, raises an error, so that rank ends, and not the ranks that train.
+        Incompatible members are left out.  If a rank is compatible with no other and has not met any
+        yet, it raises an error later, so that it ends and the ranks that train do not.
         """
         # The quorum is only recorded here: sockets belong to the exchanging thread, which may be in
         # a step.
@@ -186,8 +192,8 @@ class ElasticGroup(ProcessGroup):
                 "a member of the quorum has another kind of process group; give all managers an "
                 "ElasticGroup of the same version"
             ) from error
-        # do not raise the reason: torchft would only record it as an error of this quorum, and ask
-        # forever
+        # do not raise an error here: torchft would only record it as a failure of this quorum, and ask
+        # for quorums forever
         misfit = ""
         if any(reasons):
             why = "; ".join(sorted({*reasons} - {""}))
@@ -196,12 +202,13 @@ class ElasticGroup(ProcessGroup):
                 f"({why}); give all the same transport=, and curve_keys= with the same .key files"
             )
             if len(fitting) > 1 or (self.quorum is not None and not self.quorum.misfit):
-                # each reason is printed once, because every change of the quorum ends up here
+                # print a reason only once, because every change of the quorum ends up here
                 if misfit != self._said:
                     say(f"{misfit}; they are left out")
                 self._said, misfit = misfit, ""
-        # The number identifies the group in messages.  It is derived from the lighthouse's number and the
-        # members, so another lighthouse with the same number, or another selection, gives another group.
+        # The number identifies the group in messages.  It is a digest of the lighthouse's number and the
+        # members.  So another lighthouse that happens to use the same number, or another choice of
+        # members, gives another group.
         told = json.dumps([opts.uuid, *fitting])
         self.quorum = Quorum(
             number_of(told) or 1, opts.uuid, rank, names, exchanges, copies, misfit
@@ -248,12 +255,12 @@ def make_manager(
 ) -> Any:
     """Return a ``torchft.Manager`` for this rank alone; create it last, after model and data.
 
-    From its first heartbeat on, the others' next quorum waits for this rank.  The call waits up to 60 s
-    for a lighthouse that is not running yet.
+    From the manager's first heartbeat on, the others' next quorum waits for this rank.  If the
+    lighthouse is not running yet, the call waits for it up to 60 s.
 
     Args:
         min_replicas: the minimum number of ranks that train; with fewer, training waits.
-        lighthouse: the lighthouse's address, e.g. http://HOST:29510; by default that in
+        lighthouse: the lighthouse's address, e.g. http://HOST:29510; by default, the value of
             ``TORCHFT_LIGHTHOUSE``.
         name: this rank's name in torchft's logs.
         timeout: seconds that a message of an exchange may take.
@@ -268,7 +275,7 @@ def make_manager(
             "http://HOST:29510"
         )
     group, seconds = ElasticGroup(timeout=timeout, **options), timedelta(seconds=timeout)
-    # torchft's managers find the other ranks of their group in a store; here every group is one rank
+    # torchft's managers find the other ranks of their replica in a store; here every replica is one rank
     group.store = group.store or _store(seconds)
     return Manager(
         pg=group,

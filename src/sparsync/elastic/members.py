@@ -4,24 +4,25 @@
 
     exchange --all data received--> prepared --all votes received--> committed
 
-A rank commits once it knows that all ranks are prepared.  If an exchange fails before that, the rank
-gives up the step, which ends the waits of the others.  The remaining ranks meet in a new group and call
+A rank commits once it knows that all ranks are prepared.  If the exchange fails earlier, the rank
+abandons the step, which ends the waits of the others.  The remaining ranks meet in a new group and call
 the roll:
 
-* if a rank has committed, then all ranks were prepared, and those that still are prepared commit as
-  well;
-* if no rank has committed, all exchange their accumulated gradients once more, in the new group.
+* if any rank has committed, then all ranks were prepared; the ones that still are now commit, too;
+* if no rank has committed, all ranks exchange their accumulated gradients once more, in the new group.
 
 So a step is applied by all remaining ranks or by none, its gradients count once, and residuals match the
 ranks that took part.  The residual of a killed rank is lost.
 
 A rank that committed and was then cut off may find on return that the others have redone the step
 without it.  The history of the latest group counts: the rank adds its delivered entries back to its
-residual, and fetches the weights.  For this purpose, a rank remembers its part in the last step, for
-every attempt that it completed.  The correction is exact as long as every group contains a rank of the
-last group that applied a step, which is guaranteed if every group has more than half of the ranks.
-With smaller groups, two histories can diverge by many steps.  The weights still end up equal, but only
-the last step of the abandoned history is undone.
+residual, and fetches the weights.  For this purpose, a rank remembers what it contributed to the last
+step, in every attempt that it completed.
+
+The correction is exact as long as every group contains a rank of the last group that applied a step.
+This is guaranteed if every group has more than half of the ranks.  With smaller groups, two histories
+can diverge by many steps.  The weights still end up equal, but only the last step of the abandoned
+history is undone.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from sparsync.transports.ledger import Raw
 
 __all__ = ["Entry", "Members", "Verdict", "judge", "rest_of"]
 
-# the number of group changes that a rank may miss; it is fixed, so that receivers know the length
-# of a brief
+# the number of group changes that a rank may miss; it is fixed, so that the receivers of a brief know
+# its length
 _PAST: Final = 32
-# the number of attempts at one step for which this rank remembers its part; each part may hold a
-# copy of n elements
+# the number of attempts at one step for which this rank remembers its contribution, which may take a
+# copy of n elements each
 _ATTEMPTS: Final = 8
 _MEASURED: Final = 10  # steps between measurements of the residual's norm, a pass over n elements
 
@@ -59,7 +60,7 @@ _MEASURED: Final = 10  # steps between measurements of the residual's norm, a pa
 class Entry(NamedTuple):
     """A rank's answer to the roll call."""
 
-    # all fields are integers, because an entry is sent as one row of int64
+    # all fields are integers, because an entry is sent as a row of int64
     step: int  # the open step
     history: int  # the attempt that committed the last step; at first a digest of the weights
     prepared: int  # the attempt whose exchange of the open step this rank completed; 0: none
@@ -93,14 +94,14 @@ class Verdict(NamedTuple):
 def judge(entries: Sequence[Entry]) -> Verdict:
     """Decide which ranks continue, which must commit first, and which are stale.
 
-    The candidates are the histories that end with complete weights, at most one step before the
-    furthest of them.  The history with the latest group wins.  Ties go to the furthest history, then to
-    the one with the most ranks (before the first step, with the most ranks of equal weights), and then
-    to the one with the lowest rank.
+    The candidates are the histories whose weights some rank holds and that end at most one step before
+    the furthest of them.  The history with the latest group wins.  Ties go to the furthest history, then
+    to the history with the most ranks that hold its weights, and then to the one with the lowest such
+    rank. Before the first step, ranks with equal weights share a history, so the most common weights
+    win.
 
     Raises:
-        CheckpointError: the ranks with the weights are gone, and ranks with fresh weights must not
-            start over.
+        CheckpointError: the ranks that had the latest weights are gone; the others must not start over.
 
     Example:
         >>> fresh, ahead = Entry(0, 77, 0, 0, 0, 5), Entry(5, 9, 0, 0, 0, 5)
@@ -111,8 +112,8 @@ def judge(entries: Sequence[Entry]) -> Verdict:
     verdicts = []
     for step, history in dict.fromkeys((entry.step, entry.history) for entry in entries):
         there = {r for r, e in enumerate(entries) if (e.step, e.history) == (step, history)}
-        # these ranks have all data of a step that others have applied, so they apply the step and
-        # fetch nothing
+        # these ranks have all data of a step that others have applied, so they apply it and need not
+        # fetch weights
         commits = {
             rank
             for rank, entry in enumerate(entries)
@@ -126,8 +127,9 @@ def judge(entries: Sequence[Entry]) -> Verdict:
             view = max(entries[rank].view for rank in there | commits)
             donor = min(current, key=lambda rank: (entries[rank].leaves > 0, rank))
             verdicts.append((view, Verdict(step, *sets, donor, min(there))))
-    # A rank commits a step only with all votes, so no rank of its group is more than one step behind it.
-    # Histories that end earlier belong to ranks that were away, however recent their last group is.
+    # A rank commits a step only with the votes of its whole group, so no rank of that group is more than
+    # one step behind it.  A history that ends earlier belongs to ranks that were away, however recent
+    # their last group is.
     reached = max((verdict.step for _, verdict in verdicts), default=0)
     _, chosen = max(
         ((view, verdict) for view, verdict in verdicts if verdict.step >= reached - 1),
@@ -144,7 +146,7 @@ def judge(entries: Sequence[Entry]) -> Verdict:
 
 
 class _Part(NamedTuple):
-    """The changes that an attempt at a step makes to this rank's residuals, if it is applied."""
+    """The changes to this rank's residuals if a certain attempt at a step is applied."""
 
     minus: list[Vector]  # by unit; empty if all ranks refused the attempt
     plus: list[tuple[int, slice, Tensor]]  # dealt by leaving ranks
@@ -165,23 +167,22 @@ class Members:
     """One of the ranks that take the open step.
 
     Args:
-        reducer: a ``changing`` reducer; its totals are not divided, and ``contributors`` is the
-            divisor.
-        start: digest of the weights before the first step, trained and frozen.
+        reducer: a ``changing`` reducer.  It does not divide its totals; the divisor is ``contributors``.
+        start: digest of all weights, trained and frozen, before the first step.
         set_up: digest of everything that must be equal on all ranks.
 
     Attributes:
         attempt: number of the current group, > 0.
         behind: this rank is fetching its weights; until then its gradients do not count.
         first: the lowest rank with current weights.
-        leaving: this rank wants to leave.  Leaving takes two steps: one in which its residual is dealt
-            to the others, and one to which it contributes nothing, whose commit shows that all have
+        leaving: this rank wants to leave, which takes two steps.  In the first, its residual is dealt to
+            the others.  To the second it contributes nothing, but the commit shows that all ranks have
             applied the first.
         left: this rank has left.
         idle: this rank takes part without training until it has left, and cannot serve its weights.
         counts: this rank's gradient counts in the open step.
         deals: this rank's residual is dealt in the open step.
-        clock: the position in training as a number, which a stale rank takes from the others.
+        clock: the position in training as a number; a stale rank takes over the others' clock.
         newcomers: ranks whose gradients count from the next step on, but not in this one, with
             their donors.
         told: further numbers from all ranks' votes, by rank.
@@ -191,16 +192,17 @@ class Members:
         self.reducer, self._set_up = reducer, set_up
         self.attempt, self.first, self.newcomers = 0, 0, dict[int, int]()
         self.behind = self._ready = self.leaving = self.left = self.idle = False
-        # Pairs of step and attempt: from that step on, this attempt's group committed. The first pair
-        # represents the initial weights, so ranks that start from other weights have another history.
+        # Each pair of a step and an attempt says that this attempt's group committed from that step on.
+        # The first pair stands for the initial weights, so ranks that start from other weights have
+        # another history.
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
         self._parts: dict[int, _Part] = {}  # in the open step, from attempts before the current one
         self._last = _Last(-1, start, {})
         self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # whether the residual was dealt
-        # Two tables with a row per rank, for the open step and for the next, as sent with votes:
+        # Two tables, for the open step and for the next one, with a row per rank as sent with its vote:
         # whether the rank contributes, whether it leaves, its donor, and the norm of its residual some
-        # steps ago. The open step is averaged, and may be repeated, with the rows of the previous vote.
+        # steps ago.  The rows of the previous vote hold for the open step, even if it is repeated.
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
         self._norm, self.told = 0.0, torch.zeros(1, 0)
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
@@ -231,7 +233,7 @@ class Members:
         self.leaving = True
 
     def withdraw(self) -> None:
-        """Leave without further training: the others get this rank's residual, but no more gradients."""
+        """Leave without further training: the others still get the residual, but no more gradients."""
         self.leaving = self.idle = True
         self._ready = False
 
@@ -240,11 +242,11 @@ class Members:
         self.clock = clock
 
     def caught_up(self) -> None:
-        """Record that this rank has taken over the others' weights, after the last step."""
+        """Record that this rank has taken over the others' weights after the last step."""
         self.behind = False
 
     def count_only(self, came: Tensor) -> None:
-        """Before the commit, limit the divisor to contributors whose gradients ``came``."""
+        """Before the commit, take ranks out of ``contributors`` unless their gradients ``came``."""
         self._present = self._present.clone()
         self._present[:, 0] *= came
 
@@ -253,19 +255,20 @@ class Members:
     ) -> None:
         """Announce that this rank has all data of the open step, and wait for all others to do the same.
 
-        The vote also says whether this rank contributes to the next step, and whether that is its last.
+        The vote also says whether this rank contributes to the next step, and whether the next step is
+        its last.
 
         Args:
             facts: further numbers for ``told``, equally many on all ranks.
-            donor: the rank from which weights are fetched while this rank is behind.
+            donor: the rank from which this rank fetches weights while it is behind.
             ready: this rank has fetched a copy and kept all averages since, so it is no longer behind
                 from the next step on.
 
         Raises:
             CommunicationError: a vote did not arrive.
         """
-        # Set ``_prepared`` before sending the vote: a rank with all votes may commit, and if this
-        # rank is cut off now, it must say at the next roll call that it is prepared.
+        # Set ``_prepared`` before sending the vote: a rank that receives all votes may commit.  If this
+        # rank is cut off now, it must be able to say at the next roll call that it was prepared.
         self._prepared, self._ready = self.attempt, ready and not self.idle
         reduced = self.reducer.reduced
         # save the delivered entries now: the reducer drops its results when the commit opens the
@@ -286,7 +289,7 @@ class Members:
         self.newcomers = {rank: int(self._next[rank, 2]) for rank in new}
 
     def committed(self, step: int, *, still: bool, applied: bool = True) -> bool:
-        """Advance to the step after ``step``, with the same group (``still``) or that of the last roll.
+        """Advance to the step after ``step``, with the same group (``still``) or the last roll's group.
 
         A step that all ranks refuse, e.g. because of NaN, is not ``applied``, and no rank leaves with it.
 
@@ -296,20 +299,21 @@ class Members:
         if not applied:
             self._dealt, self.deals = [], False
             if still:
-                # Residuals were not dealt, so leaving ranks deal them in the next step, and still count
-                # in it, although their votes had announced it as their last
+                # Residuals were not dealt, so leaving ranks deal them in the next step.  They still
+                # count in it, although their votes had announced it as their last
                 self._next[self._present[:, 1] == 1, :2] = 1.0
         arrived = still and self.behind and self._ready
         if arrived:
             self.behind = self._ready = False
-        # Set ``left`` before ``_hand_over``: a rank leaves one step after its residual was dealt,
-        # because only that step's votes show that all have applied the dealing step.
+        # Set ``left`` before ``_hand_over`` sets ``_spent``: a rank leaves one step after its residual
+        # was dealt, because only the votes of that step show that all have applied the dealing step.
         self.left = self._spent
         part = self._applied() if applied else _Part([], [], False, 1.0)
         self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
         self._parts, self._delivered = {}, []
         self._hand_over()
-        # one entry for all steps committed by a group, so the history grows with changes, not with steps
+        # one entry covers all steps that a group commits, so the history grows with changes, not with
+        # steps
         if self._past[-1][1] != self._prepared:
             self._past = [*self._past[1 - _PAST :], (step, self._prepared)]
         self._prepared = 0
@@ -330,7 +334,7 @@ class Members:
         self._dealt = []
 
     def _applied(self) -> _Part:
-        """Return this rank's part in the applied step, for ``_take_back``.
+        """Return what applying the open step changes in this rank's residuals, for ``_take_back``.
 
         Nothing is copied unless this rank's residual is dealt or a unit was delivered completely.
         """
@@ -346,8 +350,8 @@ class Members:
                 former = spare.minus[unit] if spare and spare.minus else None
                 delivered = DenseVector(_copy_of(residual.accumulated, former))
             if self.deals:
-                # accumulated = delivered + residual, and the residual went to others, so all of it is
-                # gone
+                # accumulated = delivered + residual; the residual went to other ranks, so everything
+                # accumulated is gone
                 rest = residual.value
                 all_of_it = delivered.to_dense()
                 delivered = DenseVector(all_of_it if rest is None else all_of_it + rest)
@@ -355,7 +359,7 @@ class Members:
         return _Part(minus, self._dealt, self.deals, self.reducer.scale)
 
     async def end(self, *, whole: bool = True) -> bool:
-        """Return whether all are at the end with ``whole`` weights, which ranks behind may still fetch.
+        """Return whether all ranks have ended with ``whole`` weights, i.e. none still has to fetch them.
 
         Raises:
             CommunicationError: a rank is gone, or has not committed the last step.
@@ -367,16 +371,16 @@ class Members:
         return all(map(bool, rows))
 
     async def equalise(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite tensors with those of one rank at the end, and wait until all have done so.
+        """At the end, overwrite tensors with those of one rank; wait until all ranks have done so.
 
         Raises:
             CommunicationError: a rank is gone.
-            ConfigurationError: this rank has tensors of other names or shapes.
+            ConfigurationError: this rank's tensors have other names or shapes.
         """
         comm = self._those_at_the_end()
         if comm is None:
             return
-        # not left to ``equalise_``, whose CommunicationError would make ranks try again
+        # compare names here: ``equalise_`` would raise a CommunicationError, after which ranks try again
         names = await comm.allgather(torch.tensor([number_of(" ".join(tensors))]), "end")
         if not torch.equal(names[0], names[comm.rank]):
             raise ConfigurationError(
@@ -388,22 +392,23 @@ class Members:
 
     def _those_at_the_end(self) -> Communicator | None:
         """Return the group of all ranks that reach the end; None if this rank does not."""
-        # ranks in their last step do not reach the end, and no rank waits for them
+        # ranks that leave with this step do not reach the end, and no rank waits for them
         leaves = self._present[:, 1].tolist()
         if leaves[self.reducer.comm.rank] == 2:
             return None
         there = [rank for rank, when in enumerate(leaves) if when < 2]
-        # first a rank that was not behind: if the end is repeated, others may already have ended like it
+        # put a rank first that was not behind: if the end is repeated, other ranks may already have its
+        # tensors
         there.sort(key=lambda rank: rank != self.first)
         return Subgroup(self.reducer.channel("vote"), there)
 
     def _count(self, rows: Tensor) -> None:
-        """Record which ranks contribute to the open step, and which leave after it."""
+        """Record which ranks contribute to the open step, and which ranks leave after it."""
         counts, leaves, *_ = rows[self.reducer.comm.rank].tolist()
         self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
 
     async def deal(self) -> None:
-        """Deal the residuals of leaving ranks to the staying ranks, element by element in turn.
+        """Deal the residuals of leaving ranks to the staying ranks, one element to each in turn.
 
         Raises:
             CommunicationError: a rank is gone.
@@ -413,7 +418,8 @@ class Members:
         comm = self.reducer.channel("roll")
         leaves = self._present[:, 1].tolist()
         stay = [rank for rank, when in enumerate(leaves) if not when]
-        # only record the dealt residual: the commit adds it, and an abandoned attempt is dealt again
+        # only record dealt values here: the commit adds them, and after an abandoned attempt they are
+        # dealt again
         self._dealt = []
         for leaver in [rank for rank, when in enumerate(leaves) if when == 1 and stay]:
             for unit, residual in enumerate(self.reducer.residuals):
@@ -433,19 +439,19 @@ class Members:
     # ---- a change ----------------------------------------------------------------------------------
 
     async def call_the_roll(self, attempt: int, names: Sequence[Hashable], serial: int) -> Verdict:
-        """Determine, in a new group of ranks with these names, which ranks continue, and with which step.
+        """Determine, in a new group of ranks with these names, which ranks continue, and at which step.
 
-        This brings the reducer to that step.  A rank in ``commits`` must commit the open step as it is.
-        ``serial`` grows with every group, unless the lighthouse is restarted.
+        This brings the reducer to that step.  Ranks in ``commits`` must then commit the open step
+        without another exchange.  ``serial`` grows with every group, unless the lighthouse is restarted.
 
         Raises:
             CommunicationError: another rank is gone; meet once more.
             CheckpointError: see ``judge``.
-            ConfigurationError: this rank's set-up differs from the ranks that continue.
+            ConfigurationError: this rank's set-up differs from that of the ranks that continue.
         """
         reducer, self.attempt = self.reducer, attempt
-        # The roll is outside of any step. Messages are matched by the step of the ledger, but ranks
-        # may be at different steps, so the channel has a fresh ledger on all ranks.
+        # The roll is outside of any step.  Messages are matched by the ledger's step, but ranks may be
+        # at different steps, so on all ranks this channel has a fresh ledger.
         comm = reducer.channel("roll").apart()
         history = self._past[-1][1]
         leaves = 2 if self._spent else int(self.leaving)
@@ -463,12 +469,12 @@ class Members:
                 "all ranks"
             )
         if comm.rank in verdict.stale:
-            # take the furthest clock: some ranks of this history have not started the open exchange
-            # yet, and still report the previous one
+            # take the furthest clock: ranks of this history that have not started the open exchange yet
+            # still report the previous one
             first = entries[verdict.there]
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
-        # look rows up by name before ``_note`` stores the new names, because ranks are renumbered
+        # look norms up by name before ``_note`` stores the new names, because ranks are renumbered
         rows = self._present.tolist()
         norms = {name: row[3] for name, row in zip(self._names, rows, strict=False)}
         self._note(tuple(names), verdict)
@@ -501,7 +507,7 @@ class Members:
         self.reducer.regroup()
 
     async def _brief(self, comm: Communicator, verdict: Verdict) -> None:
-        """Send the state of the exchange to stale ranks."""
+        """Send the state of the exchange to stale ranks; on a stale rank, receive and adopt it."""
         reducer, shares = self.reducer, self.reducer.plan.shares
         if comm.rank == verdict.there:
             key = -1 if shares.key is None else shares.key
@@ -518,7 +524,7 @@ class Members:
             step, *rest = await _numbers_from(comm, verdict.there, count)
             past, (skipped, key, *quotas) = rest[: 2 * _PAST], rest[2 * _PAST :]
             self._past = list(dict.fromkeys(zip(past[::2], past[1::2], strict=True)))
-            # every unit's k must be equal on all ranks, or message lengths would not match
+            # a unit's k must be equal on all ranks, because message lengths depend on it
             shares = SharesState(tuple(quotas), None if key < 0 else key)
             self._adopt(Position(step, skipped, shares))
             self.behind = True
@@ -526,10 +532,10 @@ class Members:
     # ---- another history ---------------------------------------------------------------------------
 
     def _set_aside(self) -> None:
-        """Remember this rank's part in the prepared attempt, because some rank may have applied it."""
+        """Remember what the prepared attempt would change here, because some rank may have applied it."""
         if self._prepared:
             reducer, minus, plus = self.reducer, list[Vector](), [*self._dealt]
-            # ranks that commit this attempt see the same totals, and would refuse the step
+            # with NaN or Inf in the totals, any rank that commits this attempt refuses the step
             if any(
                 self._is_broken(reducer.reduced[unit].total) for unit in range(len(reducer.units))
             ):
@@ -538,7 +544,7 @@ class Members:
                 for residual, delivered in zip(reducer.residuals, self._delivered, strict=True):
                     whole = type(delivered) is DenseVector
                     if self.deals or (whole and delivered.values is residual.accumulated):
-                        # copy the values, because the buffer itself accumulates gradients from now on
+                        # copy the values, because the buffer goes on accumulating gradients
                         delivered = DenseVector(residual.accumulated.clone())
                     minus.append(delivered)
             while len(self._parts) >= _ATTEMPTS:
@@ -547,15 +553,16 @@ class Members:
         self._prepared, self._delivered = 0, []
 
     def _adopt(self, position: Position) -> None:
-        """Close the open step; bring the reducer to the others' step, and residuals to their history."""
+        """Close the open step; bring the reducer to the others' step and residuals to their history."""
         reducer, last = self.reducer, self._last
         closed, step = reducer.step, position.step
         self._set_aside()
         by = _attempt_of(closed, self._past, step) or 0
         part = self._parts.get(by)
         for residual in reducer.residuals:
-            # A step refused because of NaN is undone.  Otherwise its gradients stay in the residual, and
-            # ``_apply`` subtracts this rank's part from it, if the others' attempt had one.
+            # A step refused because of NaN is undone.  Otherwise its gradients stay in the residual; if
+            # this rank completed the attempt that the others have applied, ``_apply`` subtracts what
+            # that delivered.
             refused = part is not None and not part.minus
             broken = part is None and self._is_broken(DenseVector(residual.accumulated))
             if refused or broken:
@@ -564,8 +571,8 @@ class Members:
         if part is not None:
             self._apply(part)
         else:
-            # the others took the step that was closed here last in another attempt, or not yet, so
-            # replace the part of the one attempt by that of the other
+            # The others may have applied this rank's last closed step in another attempt, or not yet.
+            # If so, undo what the one attempt changed here, and apply what the other changes.
             holds = _attempt_of(last.step, self._past, step)
             if holds is not None and holds != last.attempt:
                 self._take_back(last.parts.get(last.attempt))
@@ -574,27 +581,28 @@ class Members:
         if step > closed:
             self._last, self._parts = _Last(closed, by, self._parts), {}
         elif step < closed:
-            # the reopened step is the last one closed here, or an older one, whose parts are forgotten
+            # The reopened step is the last one that was closed here, or an older one.  In the latter
+            # case, its attempts are forgotten
             self._parts = last.parts if step == last.step else {}
             self._last = _Last(-1, 0, {})
 
     def _apply(self, part: _Part | None) -> None:
-        """Update residuals as for the commit of a step that others have applied."""
+        """Update residuals as the commit would, for a step that only the others have applied."""
         if part is None or not part.minus:
             return
         self._add(part, 1.0)
         self._spent = self._spent or part.deals
 
     def _take_back(self, part: _Part | None) -> None:
-        """Undo this rank's part in a step that others have not applied."""
+        """Undo a step in the residuals, because the others have not applied it."""
         if part is None or not part.minus:
             return
         self._add(part, -1.0)
         self._spent = self._spent and not part.deals
 
     def _add(self, part: _Part, sign: float) -> None:
-        """Add a part's changes to the residuals, or subtract them."""
-        # residuals are at the GradScaler's current scale, but the part is at the scale of its step
+        """Add an attempt's changes to the residuals, or subtract them."""
+        # residuals have the GradScaler's current scale, but ``part`` has the scale of its step
         factor = sign * self.reducer.scale / part.scale
         for residual, vector in zip(self.reducer.residuals, part.minus, strict=True):
             _add_to(residual, slice(None), -factor * vector.to_dense())
@@ -613,7 +621,7 @@ class Members:
             self._names, self._present.tolist(), strict=len(self._names) == len(self._present)
         )
         gone = {name: row for name, row in rows if name not in names}
-        # ranks in their last step have left, because their residual was dealt
+        # ranks that disappear in their last step have left properly: their residual was dealt before
         died = {name: row for name, row in gone.items() if row[1] != 2}
         norms = {name: row[3] for name, row in died.items()}
         back = [name for name in names if self._lost.pop(name, None) is not None]
@@ -633,10 +641,10 @@ class Members:
     def state(self) -> dict[str, Any]:
         """Return plain numbers: the current ranks, and all changes of the group.
 
-        Every entry of "changes" has the step, the number of ranks from then on, and how many joined,
-        left and died.  "lost_norm" is the norm of the residuals of dead ranks, measured at most 10
-        steps before their death.  A rank that was only presumed dead returns with its residual.  It is
-        then counted in "back", and its norm is removed from "lost_norm".
+        Every entry of "changes" states the step, the number of ranks from then on, and how many joined,
+        left and died.  "lost_norm" is the norm of the residuals of dead ranks, measured at most 10 steps
+        before their death.  A rank that was only presumed dead may return with its residual.  It is then
+        counted in "back", and its norm is removed from "lost_norm".
         """
         return {
             "ranks": len(self._present),
@@ -662,12 +670,12 @@ def rest_of(residual: Residual, delivered: Vector) -> Tensor:
 
 
 def _add_to(residual: Residual, where: slice, values: Tensor) -> None:
-    """Add mass that another rank did not deliver; call this between steps."""
+    """Add values to a residual, which may be empty; call this between steps only."""
     whole = residual.accumulated
     if residual.value is None:
         whole.zero_()
     whole[where] += values
-    residual.load(whole)  # loaded onto itself, without a copy, to mark the residual as nonzero
+    residual.load(whole)  # this copies nothing, but marks the residual as nonzero
 
 
 def _copy_of(values: Tensor, former: Vector | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The elastic part of a handle: its rank leaves the group, and other ranks join it."""
+"""The part of a handle that lets its rank leave the group, and helps other ranks to join."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = ["Membership"]
 class Membership(Presence):
     """One rank's membership in a group whose ranks may join and leave; the model's handle owns it.
 
-    It watches for SIGTERM, lets this rank leave, with or without training steps, and holds the states
-    that a joining rank takes over.
+    It watches for SIGTERM and lets this rank leave, in its own training steps or between them.  It also
+    holds the states that a joining rank takes over.
 
     Args:
         attendance: represents this rank in quorums.
         engine: the handle's engine, on whose thread this rank leaves without training steps.
-        take_part: takes part in the others' steps, on that thread and without training, until this
-            rank has left; must not keep the handle alive.
-        needs_steps: the reason why this rank can leave only in training steps; empty if there is
-            none.
+        take_part: takes part in the others' steps, on that thread and without training, until this rank
+            has left.  It must not keep the handle alive.
+        needs_steps: the reason why this rank can leave only in training steps; empty if it can also
+            leave between them.
 
     Attributes:
         turns: keeps the training thread's steps and a departure from overlapping.
-        gone: this rank has left between two steps, and the program may not know yet.
+        gone: this rank has left between two training steps, which the program may not know yet.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Membership(Presence):
         self.attendance, self.turns, self.gone = attendance, Turns(), False
         self._engine, self._take_part, self._needs_steps = engine, take_part, needs_steps
         self._carried: dict[str, Any] = {}
-        # a weak reference: Python's table of signal handlers lives as long as the process, but this
-        # object must live only as long as its model
+        # use a weak reference: Python's table of signal handlers lives as long as the process, and would
+        # keep this object and its model alive
         me = weakref.ref(self)
 
         def begin() -> bool:
@@ -100,8 +100,8 @@ class Membership(Presence):
     def leave(self) -> None:
         """Leave with the next two steps; the first of them deals the residual to others.
 
-        SIGTERM calls this, and ends the process once this rank has left, either in its own steps, or
-        between them in the others' steps.
+        On SIGTERM, the library calls this, and ends the process once this rank has left.  The rank
+        leaves in its own steps or, between them, in the others' steps.
         """
         self.attendance.members.leave()
 
@@ -111,8 +111,8 @@ class Membership(Presence):
         """Once this rank's step has ended, take part in the others' steps until it has left.
 
         Returns:
-            A line that says why this rank has not left; empty if it has left, or has met no other rank
-            yet.
+            A line that says why this rank has not left; empty if it has left, or if it has not met any
+            other rank yet.
         """
         until, members = time.monotonic() + seconds, self.attendance.members
         if not self.turns.begin_leaving(seconds):
@@ -131,12 +131,13 @@ class Membership(Presence):
 
     def _held_up(self) -> str:
         """Return the reason why this rank cannot leave between steps, or an empty text."""
-        # the fetching rank needs the rates of this rank's next steps to bring the copy up to date
+        # a rank that fetches this rank's copy needs the rates of this rank's next steps to bring it up
+        # to date
         fetched = "another rank fetches its weights" if self.attendance.offered else ""
         return fetched or self._needs_steps
 
     def _leave_alone(self, until: float) -> str:
-        """Leave on the engine's thread; training steps wait until this is done, regardless of ``until``.
+        """Leave on the engine's thread; training steps wait for this, even beyond ``until``.
 
         Returns:
             The reason why this rank has not left; empty if it has.
@@ -152,8 +153,8 @@ class Membership(Presence):
         except ConfigurationError as error:
             self.turns.end_leaving()
             return str(error)
-        # registered before the wait below, which may time out while the job still uses the reducer
-        # and the model
+        # release the turn only when the job ends: the wait below may time out while the job still uses
+        # the reducer and the model
         leaving.add_done_callback(lambda _: self.turns.end_leaving())
         if not wait([leaving], max(until - time.monotonic(), 0)).done:
             return "the others did not take the three steps that leaving needs"
@@ -163,7 +164,7 @@ class Membership(Presence):
     # ---- for the handle, on the training thread ----------------------------------------------------
 
     def watch(self) -> None:
-        """Take the place of a new SIGTERM handler, if the program has set one."""
+        """If the program has set a new SIGTERM handler, replace it."""
         self._notice.watch()
 
     def ask(self) -> None:
@@ -171,7 +172,7 @@ class Membership(Presence):
         self.turns.unless_leaving(self.attendance.ask)
 
     def check_here(self) -> None:
-        """Refuse another step of a rank that has left; replace a SIGTERM handler set in the meantime."""
+        """Refuse another step if this rank has left; replace any new SIGTERM handler of the program."""
         self.watch()
         if self.left:
             raise PeerError("this rank has left; end it, or start another one")
@@ -184,7 +185,7 @@ class Membership(Presence):
             self._notice.pass_on()
 
     def told(self) -> dict[str, Any]:
-        """Return the states that a rank takes over once it has caught up."""
+        """Return the states that a joining rank takes over once it has caught up."""
         return {f"carried {name}": one.state_dict() for name, one in self._carried.items()}
 
     def take_over(

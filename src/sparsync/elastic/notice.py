@@ -1,4 +1,4 @@
-"""SIGTERM announces that a machine will be taken away: leave first, then call the program's handler."""
+"""On SIGTERM, which announces the end of a machine, leave first, then call the program's handler."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Notice:
     """Handles SIGTERM instead of the program's handler, which gets the signal once the rank has left.
 
     Args:
-        begin: starts leaving, on any thread; returns False if the handle is gone, so no rank can
-            leave.
-        leave: leaves within the given seconds without the main thread, unless that thread is in a
-            step.  It is called on a separate thread, and returns "" or a line that says why the
+        begin: starts leaving, on any thread; returns False if the handle is gone, so that there is no
+            rank to leave.
+        leave: leaves within the given seconds without the help of the main thread, unless that thread is
+            in a step.  It is called on a separate thread.  It returns "", or a line that says why the
             rank has not left.
 
     Attributes:
@@ -38,8 +38,8 @@ class Notice:
     def __init__(self, begin: Callable[[], bool], leave: Callable[[float], str]) -> None:
         self.came = False
         self._start, self._leave = begin, leave
-        # store the bound method once, because every access creates another object, which ``is``
-        # would not match
+        # store the bound method once: every access creates another object, which ``is`` would not
+        # recognise
         self._handler = self._receive
         self._former: Any = None
         self._late = False
@@ -51,10 +51,10 @@ class Notice:
         self._listen()
 
     def _listen(self) -> None:
-        """Receive the signal on a thread as well, because a handler runs only once native code returns.
+        """Receive the signal on a thread, too, because handlers wait until native code returns.
 
-        Python writes signals to a single pipe.  If the program uses it, as asyncio does, only the handler
-        receives the signal.
+        Python writes the numbers of signals to a single pipe.  If the program already uses this pipe, as
+        asyncio does, only the handler receives the signal.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -81,8 +81,8 @@ class Notice:
     def watch(self) -> None:
         """Replace the program's handler; called in every step, because the program may set a new one.
 
-        This is a no-op on threads other than the main one, where Python sets no handlers, and for a
-        handler that was not set from Python.
+        This does nothing on threads other than the main one, where Python cannot set handlers, and if
+        the current handler was not set from Python.
         """
         if self._over.is_set() or threading.current_thread() is not threading.main_thread():
             return
@@ -97,7 +97,7 @@ class Notice:
             if self._over.is_set():
                 return
             self.close()
-            # after ``close`` has restored the program's handler, so that it receives the signal
+            # ``close`` has restored the program's handler, which receives this signal
             self._over.set()
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -106,7 +106,7 @@ class Notice:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._pipe is not None:
-            # a program that has taken the pipe since then, as asyncio does, keeps it
+            # if the program has installed its own pipe since then, as asyncio does, put that back
             other = signal.set_wakeup_fd(-1)
             if other != self._pipe[1]:
                 signal.set_wakeup_fd(other)
@@ -129,10 +129,10 @@ class Notice:
             threading.Thread(target=self._end, name="sparsync-notice", daemon=True).start()
 
     def _end(self) -> None:
-        """Leave, and pass the signal on when that is done, or when time is up."""
+        """Leave; pass the signal on once that is done or the time is up."""
         until = time.monotonic() + _LEAVES
         if words := self._leave(_LEAVES):
-            # the main thread's own steps may still complete the departure
+            # meanwhile, the main thread's own steps may still complete the departure
             self._over.wait(max(until - time.monotonic(), 0))
         with self._lock:
             if self._over.is_set():
@@ -146,7 +146,7 @@ class Notice:
             # wake the main thread, which may be asleep, to pass the signal on
             os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(_NATIVE) and self._former == signal.SIG_DFL:
-            # the main thread is in native code, e.g. compiling, and could not react, so do as the
-            # kernel would have done
+            # The main thread is in native code, e.g. compiling, and has not reacted.  The program has no
+            # handler of its own, so let the kernel end the process.
             ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, None)
             os.kill(os.getpid(), signal.SIGTERM)

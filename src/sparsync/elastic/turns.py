@@ -12,13 +12,13 @@ __all__ = ["Turns"]
 
 @final
 class Turns:
-    """A lock held by the training thread during a step; a step may end on another thread.
+    """A lock that training holds during a step, which may begin on one thread and end on another.
 
     Leaving has a deadline, so no step waits forever.
     """
 
-    # A plain lock and a flag, because only the thread that has acquired an RLock can release it:
-    # autograd's thread may begin a step, with its first gradient, and the training thread ends the step.
+    # An RLock can be released only by the thread that acquired it.  But a step may begin on autograd's
+    # thread, with its first gradient, and end on the training thread.  Hence a plain lock and a flag.
     def __init__(self) -> None:
         self._lock, self._training = threading.Lock(), False
 
@@ -36,7 +36,7 @@ class Turns:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Return a context that is a step."""
+        """Return a context that begins a step and ends it."""
         self.take()
         try:
             yield
@@ -45,7 +45,7 @@ class Turns:
 
     def unless_leaving(self, call: Callable[[], None]) -> None:
         """Call a function on the training thread, unless this rank is leaving."""
-        # never block: such calls only save time, and must not delay a forward pass
+        # do not wait for the lock: such calls only save time, and must not delay a forward pass
         if self._training:
             call()
         elif self._lock.acquire(blocking=False):
@@ -55,7 +55,7 @@ class Turns:
                 self._lock.release()
 
     def begin_leaving(self, seconds: float) -> bool:
-        """Wait for the end of a step; if it comes in time, return True, and further steps must wait."""
+        """Wait for the end of the step; if it comes in time, block further steps and return True."""
         return self._lock.acquire(timeout=seconds)
 
     def end_leaving(self) -> None:

@@ -1,8 +1,9 @@
 """Exchange updates among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
-Before every exchange, torchft's manager is asked for a quorum; between exchanges, ranks are independent.
-A rank that joins takes part in the others' current exchange, with no changes of its own, and continues
-with their count of local steps.  Once it has caught up with the shared weights, it trains from them.
+Before every exchange, the ranks ask torchft's manager for a quorum; between exchanges, they are
+independent.  A rank that joins takes part in the others' current exchange, with no changes of its own,
+and adopts their count of local steps.  Once it has caught up with the shared weights, it trains from
+them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from sparsync.updates.weights import ModelWeights, OwnWeights, trained_of
 
 __all__ = ["PresentUpdateRanks", "attach_elastic_updates"]
 
-# In the roll, a rank's position is one number: clock = 3 * local steps + phase.  The phases are an
-# exchange after a local step, the exchange of ``finish``, which delivers everything, and the time
+# In the roll, a rank's position is one number: clock = 3 * local steps + phase.  There are three phases:
+# an exchange after a local step; the exchange of ``finish``, which delivers everything; and the time
 # after that exchange.
 _PHASES: Final = 3
 _LOCAL, _LAST, _OVER = range(_PHASES)
@@ -100,7 +101,7 @@ def attach_elastic_updates(
         sink=None if log is None else sink_of(log, 0),
         changing=True,
     )
-    # unlike in ``attach_updates``, weights are not compared here: the first roll compares their digests
+    # unlike ``attach_updates``, do not compare weights here: the first roll compares their digests
     carrier = Carrier(make_engine(reducer, ExitStack()), weights.device)
     ranks = PresentUpdateRanks(
         manager, weights, outer, layout, reducer, densities, carrier, optimizers, options
@@ -113,7 +114,7 @@ def attach_elastic_updates(
 
 @dataclass(frozen=True)
 class _Densities(Warmup):
-    """The densities of exchanges; the exchange of ``finish`` is dense, and delivers everything."""
+    """The densities of the exchanges; the exchange of ``finish`` is dense, so it delivers everything."""
 
     # set for the exchange of ``finish``
     everything: Event = field(default_factory=Event, repr=False)
@@ -123,7 +124,7 @@ class _Densities(Warmup):
         return None if self.everything.is_set() else super().density(step, final)
 
     def deliver(self, everything: bool) -> bool:
-        """Make the next exchange deliver everything, or select; return whether this changes anything."""
+        """Make the next exchange deliver everything, or select; return whether that is a change."""
         changes = self.everything.is_set() != everything
         (self.everything.set if everything else self.everything.clear)()
         return changes
@@ -131,15 +132,15 @@ class _Densities(Warmup):
 
 @final
 class PresentUpdateRanks(UpdateRanks):
-    """The ranks of the current quorum, whose steps are local between their exchanges.
+    """The ranks of the current quorum, which train independently between their exchanges.
 
     Args:
         manager: torchft's manager.
-        weights: the model's.
+        weights: the weights of the model.
         settings: the settings of the outer step.
         layout: the layout of the vector of weights.
         reducer: a ``changing`` reducer with a ``summing`` algorithm.
-        densities: the reducer's.
+        densities: the densities of the reducer.
         carrier: runs the exchanges.
         optimizers: the optimizers of the local steps; a joining rank takes over their states.
         options: the options of ``attach``.
@@ -168,8 +169,8 @@ class PresentUpdateRanks(UpdateRanks):
     ) -> None:
         me = weakref.ref(self)
 
-        # the outer engine must keep no reference to its owner, because a cycle would delay the end of a
-        # dropped model
+        # the outer engine must not refer to its owner: a reference cycle would keep a dropped model
+        # alive
         def here() -> PresentUpdateRanks:
             ranks = me()
             assert ranks is not None
@@ -188,8 +189,8 @@ class PresentUpdateRanks(UpdateRanks):
         )
         self.own, self._weights, self._reducer = OwnWeights(weights, outer), weights, reducer
         self._carrier, self._engine, self._densities = carrier, carrier.engine, densities
-        # the rates at the start of an exchange: with ``delay``, schedulers advance meanwhile on the
-        # training thread
+        # the rates at the start of an exchange; with ``delay``, schedulers on the training thread change
+        # the rates while the exchange runs
         self._rates = rates_of(outer.optimizers)
         self.attendance = Attendance(
             manager,
@@ -204,8 +205,8 @@ class PresentUpdateRanks(UpdateRanks):
         )
         self.membership = Membership(self.attendance, self._engine, weakly(self._take_part))
         self._phase, self._began_at = _LOCAL, 0
-        # the weights with which this rank leaves while the program keeps the model; the engine's
-        # reference is weak
+        # The weights with which this rank leaves; the program keeps the model.  They are kept alive
+        # here, because the engine's reference is weak
         self._copied: Weights | None = None
         self._knows = False  # whether the program was told that this rank has left
         # set once this rank has caught up: the donor's further states, and its copy
@@ -224,7 +225,7 @@ class PresentUpdateRanks(UpdateRanks):
             self.membership.ask()
 
     def before_step(self) -> None:
-        """Keep a departure from reading the weights that the optimizer writes, until ``step`` ends."""
+        """Until ``step`` ends, keep a departure from reading weights that the optimizer is writing."""
         self.membership.turns.take()
 
     def _join(self, step: Callable[[], None]) -> None:
@@ -233,8 +234,8 @@ class PresentUpdateRanks(UpdateRanks):
         self._engine.submit(attendance.join).result()
         if not attendance.members.behind:
             return
-        # the others are waiting in an exchange for all members of the quorum, so this rank starts
-        # that exchange at once, not after its own first local step
+        # the others' exchange waits for all members of the quorum, so this rank joins it at once, not
+        # after its own first local step
         steps, phase = divmod(attendance.members.clock, _PHASES)
         self.outer.go_on_from(steps)
         self._began_at = steps
@@ -246,13 +247,13 @@ class PresentUpdateRanks(UpdateRanks):
         self._phase = phase
 
     def check_together(self, comms: Sequence[Communicator], check: Callable[[], None]) -> None:
-        """Check on this rank alone, because ranks that join have loaded nothing."""
+        """Check on this rank alone: no common check is possible with ranks that join later."""
         check()
 
     def begin_together(
         self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
     ) -> bool:
-        """Refuse weights loaded after ``attach``: ranks that join could not agree on them."""
+        """Refuse weights loaded after ``attach``, because ranks that join could not agree on them."""
         require(
             not loaded,
             "weights were loaded after attach; load them before, so that joining ranks start from "
@@ -262,14 +263,14 @@ class PresentUpdateRanks(UpdateRanks):
 
     @contextmanager
     def step(self) -> Iterator[bool]:
-        """Exclude a leaving; afterwards, continue with the current ranks.
+        """Run one step, during which this rank cannot leave; then continue with the current ranks.
 
         Raises:
             PeerError: this rank has left.
         """
         with self.membership.turns.step():
-            # The rank left while the program had no turn, so the program could not know.  This step is
-            # not exchanged; the next one is refused.
+            # This rank left between two steps of the program, which could not know.  So this step is not
+            # exchanged, and only the next one is refused.
             if self.membership.gone and not self._knows:
                 self._knows = True
                 yield False
@@ -290,7 +291,7 @@ class PresentUpdateRanks(UpdateRanks):
         with self._reducer.comm.ledger.outside_steps():
             if not self.membership.left and self._phase == _LOCAL:
                 self._conclude()
-            # from here on, a rank that resumes after a stall learns that there is nothing to join
+            # from here on, the roll tells a rank that resumes after a stall that training is over
             self.attendance.members.tell_clock(self.outer.steps * _PHASES + _OVER)
             parts = self._copy, self._take, self._others
             self._engine.submit(lambda: self.attendance.end(*parts)).result()
@@ -310,23 +311,23 @@ class PresentUpdateRanks(UpdateRanks):
             one.load_state_dict(its)
         with torch.no_grad():
             for name, tensor in self._others().items():
-                # a buffer that has grown on one of the two ranks has another name
+                # a buffer has another name if it has grown on only one of the two ranks
                 if name in state["others"]:
                     tensor.copy_(state["others"][name])
 
     def _others(self) -> dict[str, Tensor]:
-        # all frozen parameters, because a rank that joins may begin with others
+        # include all frozen parameters, because those of a joining rank may differ
         return self._weights.others(unwritten=True)
 
     def _conclude(self) -> None:
-        """Exchange everything left."""
+        """Exchange everything that has not been delivered yet."""
         self._phase = _LAST
         run(self.outer.conclude_with())
         self._after_exchange()
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
-        # Read rates and copy on the training thread before queueing the exchange, so that both are
-        # from the same moment, while no optimizer steps.
+        # read rates and make the copy here, on the training thread and before the exchange is queued: no
+        # optimizer steps now, so both describe the same moment
         self._rates = rates_of(self.outer.optimizers)
         self._note_begin()
         self.attendance.offer(self._copy)
@@ -350,8 +351,8 @@ class PresentUpdateRanks(UpdateRanks):
 
     def _go_on(self) -> None:
         """Continue from the others' position, if this rank was stale."""
-        # add the difference, because with ``delay`` this rank has made local steps since the
-        # exchange started
+        # add the difference to the current count, because with ``delay`` this rank has made local steps
+        # since the exchange started
         steps, phase = divmod(self.attendance.members.clock, _PHASES)
         if steps != self._began_at:
             self.outer.go_on_from(self.outer.steps + steps - self._began_at)
@@ -363,13 +364,13 @@ class PresentUpdateRanks(UpdateRanks):
         members, outer = self.attendance.members, self.outer
         self._weights.average_over(max(members.contributors, 1))
         self._go_on()
-        # load here rather than in ``_arrive``, because optimizers and the model belong to the
+        # load the state here rather than in ``_arrive``, because optimizers and model belong to the
         # training thread
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             extras, state = arrival
             self._load(state)
-            # the donor may have copied them in a step that all have refused since
+            # the donor may have made its copy in a step that all ranks have refused since
             drop_broken(outer.optimizers, alone)
             self.membership.take_over(extras, outer.optimizers)
         self.membership.end_of_leaving()
@@ -379,7 +380,7 @@ class PresentUpdateRanks(UpdateRanks):
     def _take_part(self) -> None:
         """Take part in the others' exchanges, without training, until this rank has left."""
         weights, noise, outer = self._go_apart(), self._weights.noise, self.outer
-        # gradients are sampled only once, because this rank makes none after its last local step
+        # sample gradients only once, because this rank computes no new ones
         sampled = noise is None
         while not self.membership.left:
             step, self._phase = outer.steps, _LOCAL
@@ -394,8 +395,9 @@ class PresentUpdateRanks(UpdateRanks):
     def _go_apart(self) -> Weights:
         """Continue with a copy of this rank's weights, because the program keeps the model.
 
-        If the program has written to the model since the last step, e.g. to show averaged weights, these
-        are not this rank's weights, and its local steps since the last exchange are lost.
+        If the program has written to the model since the last step, e.g. to evaluate averaged weights,
+        the model no longer holds this rank's weights.  The local steps since the last exchange are then
+        lost.
         """
         # kernels of the training thread may still be writing to the weights, on another stream
         device = self._weights.device
@@ -403,8 +405,8 @@ class PresentUpdateRanks(UpdateRanks):
             torch.cuda.synchronize(device)
         own, lost = self.own.copied()
         weights = Weights(own)
-        # This already is the engine's thread, on which a queued exchange would wait for the current job.
-        # So the exchange is only recorded, and runs when its result is needed.
+        # This is the engine's thread, so a queued exchange would wait for the current job forever.
+        # Instead, the exchange is only recorded, and runs when its result is needed.
         self._copied = weights
         self.outer.go_on_with(weights, self._noting())
         run(self.outer.land())
@@ -427,7 +429,7 @@ class PresentUpdateRanks(UpdateRanks):
             await attendance.agree(self._told)
 
         def missed() -> bool:
-            # a stale rank accumulates zeros, because the roll has put its own changes into the residual
+            # a stale rank accumulates zeros here, because the roll has put its changes into the residual
             self._accumulate_all(deltas)
             return True
 
@@ -441,7 +443,8 @@ class PresentUpdateRanks(UpdateRanks):
             averages = attendance.commit()
         except NonFiniteGradientError:
             reducer.skip()
-            # the refusal returns all ranks to the shared weights, for a rank that arrives the others'
+            # the refusal returns all ranks to the shared weights; a rank that has caught up gets the
+            # others'
             if attendance.close(step, applied=False):
                 self._arrive(step)
             return None
@@ -458,14 +461,14 @@ class PresentUpdateRanks(UpdateRanks):
         return [DenseVector(delta) for delta in deltas]
 
     def _accumulate_all(self, deltas: Sequence[Tensor]) -> None:
-        """Accumulate this rank's changes, or zeros if its weights are not those of the others."""
+        """Accumulate this rank's changes, or zeros if its weights are not the others' weights."""
         members, reducer = self.attendance.members, self._reducer
         phase = members.clock % _PHASES
         if phase == _OVER:
             raise PeerError(
                 f"{reducer.place}: the others have ended while this rank was away; end it as well"
             )
-        # after a roll, the others' phase decides whether all ranks deliver everything or select
+        # after a roll, this rank follows the others' phase: deliver everything, or select entries
         if self._densities.deliver(everything=phase == _LAST):
             reducer.open()
         for unit, delta in enumerate(deltas):
@@ -481,8 +484,8 @@ class PresentUpdateRanks(UpdateRanks):
         assert catch_up.copy is not None
         begin, raw = catch_up.copy
         state = self._opened(raw)
-        # The same operations in the same order as on the others give the same bits.  Exchanges
-        # missing from the log were refused by all ranks
+        # Repeating the others' operations in the same order gives the same bits.  All ranks refused the
+        # exchanges that are missing from the log
         logged = [catch_up.log[done] for done in range(begin, step) if done in catch_up.log]
         self.outer.catch_up(state["memory"], logged)
         if self._shared_weights() != extras["weights"]:
@@ -506,7 +509,8 @@ class PresentUpdateRanks(UpdateRanks):
     def _opened(self, raw: bytearray) -> dict[str, Any]:
         """Return the content of a copy made by another rank."""
         optimizers = Each((Mapping,) * len(self.outer.optimizers))
-        # there is no momentum before the first exchange, so a donor may have one while this rank has none
+        # momentum exists only after the first exchange, so the donor may have it while this rank does
+        # not
         memory = Fields({"shared": like(self.outer.memory["shared"])}, {"momentum": Tensor})
         content = Fields({"memory": memory, "optimizers": optimizers, "others": Mapping})
         return opened(unpacked(raw), "elastic updates", content)
@@ -522,7 +526,7 @@ class PresentUpdateRanks(UpdateRanks):
 
 
 def _narrow(state: Any) -> Any:
-    """Return a state with its vectors in 16 bits; moments are private to each rank anyway."""
+    """Return a state with its vectors in 16 bits, which suffices: moments differ between ranks anyway."""
     # scalars, such as Adam's step count, keep their dtype: bfloat16 can only count to 256
     if isinstance(state, Tensor):
         wide = state.dtype in (torch.float32, torch.float64) and state.numel() > 1

@@ -62,8 +62,8 @@ class Blockwise(Selector):
         entries = self.entries or per_block(k, size, block)
         whole = size - size % block
         keys = kernels.magnitude_keys(accumulated)
-        # all whole blocks are rows of one matrix, so one call sorts them; the remaining elements
-        # are a separate row
+        # all whole blocks are rows of one matrix, so that one call sorts them; the remaining elements
+        # are sorted separately
         masks = [_largest(keys[:whole].view(-1, block), entries).flatten()]
         if whole < size:
             part = max(share(entries, size - whole, block), 1)
@@ -73,7 +73,7 @@ class Blockwise(Selector):
 
 
 def share(entries: int, size: int, block: int) -> int:
-    """Return the entries of ``size`` elements if each block has this many: rounded, half up.
+    """Return the number of entries for ``size`` elements at ``entries`` per block, rounded half up.
 
     Example:
         >>> share(4, 512, 512), share(4, 700, 512), share(1, 256, 512)
@@ -83,9 +83,10 @@ def share(entries: int, size: int, block: int) -> int:
 
 
 def per_block(k: int, size: int, block: int) -> int:
-    """Return the smallest number of entries per block, at most all, of which ``size`` elements get k.
+    """Return the smallest number of entries per block, at most ``block``, that selects k of ``size``.
 
-    k is itself rounded: 4 of 512 is k = 7818 of 1,000,700 elements, and 7818 of them is 4 per block.
+    k is itself rounded.  For example, 4 entries per block of 512 give k = 7818 of 1,000,700 elements, so
+    this function must turn 7818 back into 4.
 
     Example:
         >>> per_block(7818, 1_000_700, 512), per_block(7819, 1_000_700, 512)
@@ -99,7 +100,7 @@ def _largest(keys: Tensor, entries: int) -> Tensor:
     if keys.numel() == 0:
         return torch.zeros_like(keys, dtype=torch.bool)
     least = torch.topk(keys, entries, dim=1, sorted=False).values.amin(1, keepdim=True)
-    # a key of 1 is the smallest magnitude above zero
+    # 1 is the key of the smallest magnitude above zero, so zeros are never marked
     marked = keys >= least.clamp(min=1)
     full = (marked.sum(1) > entries).nonzero().flatten()  # rows in which more entries tie than fit
     if full.numel():

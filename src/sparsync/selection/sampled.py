@@ -29,22 +29,22 @@ class SampledState:
 class Sampled(Selector):
     """Selects the k largest of the entries that reach a threshold estimated from a random sample.
 
-    The threshold is that of a top-k of the sample, with k scaled to the sample's size.  If more than k
-    entries reach it, a second top-k among them leaves exactly k.  If fewer than ``enough * k`` reach
-    it, the sample's lower thresholds are tried (for 2 k, 4 k, ... entries), and finally a selection
-    among all n.  **Between ``min(enough * k, nnz)`` and k entries are selected, always the largest**;
-    ties go to the lower index.
+    The threshold is the smallest magnitude in a top-k of the sample, with k scaled to the sample's size.
+    If more than k entries reach it, a second top-k among them leaves exactly k.  If fewer than ``enough
+    * k`` entries reach it, lower thresholds from the same sample are tried (for 2 k, 4 k, ... entries),
+    and finally a selection among all n.  **Between ``min(enough * k, nnz)`` and k entries are selected,
+    always the largest**; ties go to the lower index.
 
     Args:
         fraction: fraction of the n elements to sample, with replacement (the paper: 0.001 to 0.01).
         enough: fraction of k that must reach the threshold (Ok-Topk, section 5.4, uses 3/4).
         least: on average, the sample contains at least this many of the k largest entries (not in the
-            paper; with 16, the number of selected entries is within a quarter of k two times in three).
-            If the sample would need all n elements, the selection is exact.
+            paper).  With 16, the number of entries that reach the threshold is within a quarter of k two
+            times in three.  If the sample would need all n elements, the selection is exact.
         seed: seed of the samples, which are the same on every device.
 
-    Cost: a sort of ``max(fraction, least / k) * n`` elements, one or two passes over all n, a top-k of
-    about k entries.   State: ``SampledState``.
+    Cost: a sort of ``max(fraction, least / k) * n`` elements, one or two passes over all n, and a top-k
+    among about k entries.   State: ``SampledState``.
     Differs from the paper: the paper runs the second top-k only if far more than k entries reach the
     threshold, and has neither lower thresholds nor ``least``.
 

@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 # The number of entries to collect, in units of k.  Error feedback piles entries up just below the
-# threshold: 1.4 k entries reach 99 % of it, 2 k about 95 %, 5.3 k 90 %.  A stale threshold is
-# therefore never right, and no fixed margin suits all steps.
+# threshold: 1.4 k entries reach 99 % of it, 2 k about 95 %, 5.3 k 90 %.  So even a slightly stale
+# threshold selects far too many or too few, and no fixed margin suits all steps.
 _AIM = 2.0
 _NARROWEST, _WIDEST = 1 / 256, 2.0  # limits of the gap, in octaves
 
@@ -73,7 +73,7 @@ class Selector(Stateful):
         Args:
             accumulated: `[n]`, residual + gradient; any n, including 0.
             k: number of entries asked for; more than n is legal.
-            step: 0-based; a period p opens when ``step % p == 0``.
+            step: 0-based; a period of p steps starts when ``step % p == 0``.
             collected: all entries that ``collect_from`` asked for, or None if there were too many.
                 They save time and do not change the result.
 
@@ -128,7 +128,7 @@ class Exact(Selector):
         self.state = ExactState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect entries above the expected threshold minus the gap, up to twice as many as intended."""
+        """Collect from one gap below the expected threshold, up to about twice the intended number."""
         key = self._lowest(dtype)
         return None if key is None or k <= 0 else (key, round(2 * _aim(k)) + 64)
 
@@ -165,7 +165,7 @@ class Exact(Selector):
         if last is not None:
             gap = min(max(gap * _factor(collected, k), _NARROWEST), _WIDEST)
         moved = threshold - last if last is not None and last > 1 else 0
-        # half of a move may be chance; integers give the same state on every platform
+        # half of a change may be chance; integer arithmetic gives the same state on every platform
         drift = (self.state.drift + moved) // 2
         self.state = ExactState(threshold, drift, gap)
 
@@ -176,7 +176,7 @@ def _aim(k: int) -> float:
 
 
 def _factor(collected: int | None, k: int) -> float:
-    """Return the factor for the gap, 1/2 to 2; ``collected`` is None if there were too many."""
+    """Return the factor by which to change the gap; ``collected`` is None if there were too many."""
     if collected is None:
         return 0.5
     # assumes that the number in excess of k grows with the square of the gap
@@ -191,7 +191,7 @@ def largest(accumulated: Tensor, k: int) -> SparseVector:
 
 
 def reaching(accumulated: Tensor, key: int, limit: int | None = None) -> SparseVector | None:
-    """Select all entries of at least a magnitude; return None if there are more than ``limit``."""
+    """Select all entries whose magnitude is at least ``key``; return None if more than ``limit`` are."""
     found = kernels.find(accumulated, key, limit)
     return None if found is None else SparseVector(*found, accumulated.numel())
 

@@ -1,8 +1,8 @@
 """Actors: state machines that answer messages while their rank computes.
 
-An actor has no threads, sockets or clocks: its host passes it messages and the time, and sends its
-replies.  So the same actor runs on a thread next to training (``ZmqHost``) and in the simulator, where
-every interleaving can be replayed.
+An actor has no threads, sockets or clocks: its host passes messages and the time to it, and sends its
+replies.  So the same actor can run on a thread next to training (``ZmqHost``) and in the simulator,
+where every interleaving can be replayed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Host(ABC):
 
     @abstractmethod
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Run ``function(reply)`` as ``call`` does; the operation's result is the value of the reply.
+        """Run ``function(reply)`` as ``call`` does; the operation's result is the value given to ``reply``.
 
         ``reply`` may be called at once or later; ``where`` names the wait in errors.
         """
@@ -77,7 +77,7 @@ class Host(ABC):
 
 @runtime_checkable
 class HostsActors(Protocol):
-    """A communicator that can run an actor next to each of its ranks, as model averaging requires."""
+    """A communicator that can run an actor next to each rank, as model averaging requires."""
 
     def host(self, actor: Actor) -> Host:
         """Run an actor next to this rank; this is collective."""

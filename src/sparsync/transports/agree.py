@@ -56,7 +56,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         severity: 0 if all ranks are fine.
-        rank: the rank with this outcome; its global position if the parts of a replica are adjacent.
+        rank: the rank with this outcome; for a split replica, its position in the world if a replica's
+            parts are adjacent ranks.
         words: its explanation, in printable characters only.
         marks: marks set by any rank.
     """
@@ -70,16 +71,18 @@ class Outcome(NamedTuple):
 async def worst(
     comms: Sequence[Communicator], severity: int, words: str, phase: str, marks: Tensor = _NO_MARKS
 ) -> Outcome:
-    """Return the worst outcome of all ranks; among equally bad ones, that of the lowest rank.
+    """Return the worst outcome of all ranks; among equally bad ones, the lowest rank's.
 
     Args:
-        comms: the replicas of this part of a model and, if it is split, the parts of this replica.
+        comms: a communicator over the replicas of this part of the model and, if a replica is split, one
+            over its parts.
         severity: severity of this rank's outcome: 0 if fine, at most 255.
         words: explanation of an outcome that is not fine.
         phase: the phase under which messages are counted.
         marks: flags to combine by "or", `[n]` with ``torch.bool``; n is the same on every rank.
 
-    Cost: an allgather of 9 + n bytes in each group, and that of ``texts_of`` if an outcome is not fine.
+    Cost: an allgather of 9 + n bytes in each group; if an outcome is not fine, also the cost of
+    ``texts_of``.
     """
     place = 0
     for comm in comms:
@@ -92,7 +95,7 @@ async def worst(
         first = int(rows[:, 0].argmax())
         severity, *at = rows[first, : 1 + _WORD].tolist()
         place, marks = int.from_bytes(at, "little"), rows[:, 1 + _WORD :].amax(0)
-        if severity:  # equal on all ranks, so all of them take part in exchanging the explanations
+        if severity:  # it is equal on all ranks, so all of them exchange explanations, or none
             words = (await texts_of(comm, words, phase))[first]
     return Outcome(severity, place, words, marks.bool())
 
@@ -103,13 +106,13 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
     Args:
         comms: as in ``worst``.
         action: may raise anything; must not communicate.
-        what: the action in words that follow "could not".
+        what: the action, in words that can follow "could not".
 
     Raises:
-        SparsyncError: the action's own error on a rank where it failed; on the others a
+        SparsyncError: the action's own error on a rank where it failed; on all other ranks, a
             ``CheckpointError`` that names one failed rank and the reason.
 
-    Cost: that of ``worst``.
+    Cost: the cost of ``worst``.
     """
     result: T | None = None
     error: Exception | None = None
@@ -122,7 +125,7 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
             words = f"{type(caught).__name__}: {words}"
             error = CheckpointError(f"cannot {what}: {words}")
             error.__cause__ = caught
-    # exchange outcomes even if this rank has failed: raising at once would leave the others waiting
+    # exchange outcomes before raising this rank's error, because the others wait for its outcome
     failed = await worst(comms, int(error is not None), words, "checkpoint")
     if error is not None:
         raise error
@@ -156,8 +159,8 @@ async def agree(
         numbers: 64-bit integers that may differ; sent in the same message.
 
     Raises:
-        DisagreementError: on all ranks, with no message under way; names the first fact that differs,
-            with the values of this rank and others.
+        DisagreementError: facts differ.  All ranks raise it, with no message left in flight.  It names
+            the first fact that differs, with the values of this rank and of others.
 
     Cost: one allgather of 8 bytes per fact and number; if facts differ, another of 64 KiB from every
     rank.
@@ -168,7 +171,8 @@ async def agree(
     differs = digests != digests[comm.rank]
     if not bool(differs.any()):
         return told[:, len(mine) :].tolist()
-    # every rank sees a mismatch at the same fact, so all of them take part in the exchange of texts
+    # all ranks see the first mismatch at the same fact, so all of them take part in the exchange of
+    # texts
     at = int(differs.any(dim=0).nonzero()[0])
     name, value = list(facts.items())[at]
     raise await _disagreement(comm, name, value, differs[:, at].nonzero().flatten().tolist())
@@ -200,8 +204,8 @@ async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[s
     raw = text.encode()[:nbytes].ljust(nbytes, b"\0")
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     everyone = await comm.allgather(mine, phase)
-    # The cut may have split a character.  Control characters are replaced, because a peer's text
-    # ends up in this rank's terminal and logs, which would obey them.
+    # ignore decoding errors, because the cut may have split a character; replace control characters,
+    # because a peer's text ends up in this rank's terminal and logs, which would obey them
     texts = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="ignore") for raw in everyone]
     return ["".join(c if c.isprintable() else "?" for c in text) for text in texts]
 
@@ -209,8 +213,8 @@ async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[s
 async def texts_of(comm: Communicator, text: str, phase: str) -> list[str]:
     """Return the texts of all ranks, of any length.
 
-    Cost: an allgather of 8 bytes; unless all texts are empty, another one that sends as many bytes
-    per rank as the longest text has.
+    Cost: an allgather of 8 bytes.  Unless all texts are empty, a second allgather, in which each rank
+    sends as many bytes as the longest text has.
     """
     lengths = await comm.allgather(torch.tensor([len(text.encode())]), phase)
     longest = int(max(lengths))
@@ -238,7 +242,7 @@ class Divergence:
 
     @property
     def majority(self) -> tuple[int, ...]:
-        """The ranks that agree if they are more than half of all ranks; otherwise empty."""
+        """The largest group of equal ranks if it has more than half of all ranks; otherwise empty."""
         largest = self.groups[0]
         return largest if 2 * len(largest) > sum(map(len, self.groups)) else ()
 
@@ -258,10 +262,9 @@ class Divergence:
 def digest(tensor: Tensor) -> str:
     """Return a text that is equal for two tensors only if dtype, shape and all bits are equal.
 
-    The tensor is read as a table of 8-byte words; the row sums and the column sums are hashed.  The
-    digest always detects a single differing word and two swapped words.  It misses four or more
-    words whose differences cancel in every row and every column.  The result does not depend on the
-    device.
+    The tensor is read as a table of 8-byte words, whose row sums and column sums are hashed.  The digest
+    always detects a single differing word and two swapped words.  It misses differences of four or more
+    words that cancel in every row and every column.  The result does not depend on the device.
 
     Cost: two passes over the tensor's memory; 1/1024 of it is copied to the host and hashed.
 
@@ -270,16 +273,18 @@ def digest(tensor: Tensor) -> str:
         False
     """
     flat = bytes_of(tensor)
-    # memory from another library may start at any byte; torch's own allocators align it
+    # ``view`` needs aligned memory; torch's allocators align it, but memory of another library may start
+    # at any byte
     if flat.storage_offset() % _WORD or (flat.is_cpu and flat.data_ptr() % _WORD):
         flat = flat.clone()
     words = flat[: flat.numel() // _WORD * _WORD].view(torch.int64)
     full = words.numel() // _ROW * _ROW
     table = words[:full].view(-1, _ROW)
-    # NumPy makes a storage that it has seen unresizable for good, but torch's observers resize buffers
+    # copy the rest, because torch cannot resize a storage once NumPy has seen it, and its observers
+    # resize buffers
     rest = flat[full * _WORD :].clone()
-    # Integer sums modulo 2^64 depend neither on the order of addition nor on the device, unlike sums of
-    # floats.  The rest, less than 8 KiB, is hashed directly.
+    # Unlike sums of floats, integer sums modulo 2^64 depend neither on the order of addition nor on the
+    # device.  The rest, which is shorter than 8 KiB, is hashed directly.
     state = hashlib.blake2b(digest_size=8)
     for part in (table.sum(0), table.sum(1), rest):
         state.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -292,9 +297,11 @@ async def check_equal_parameters(
     """Check that all ranks hold the same tensors, bit for bit.
 
     Raises:
-        PeerError: on all ranks; names the first tensor that differs, and the ranks.
+        PeerError: tensors differ.  All ranks raise it; it names the first tensor that differs, and the
+            ranks.
 
-    Cost: that of ``digest``, and two allgathers, the second with 8 bytes per tensor.
+    Cost: the cost of ``digest`` for every tensor, and two allgathers, the second with 8 bytes per
+    tensor.
     """
     digests = {f"parameter {name}": digest(tensor) for name, tensor in parameters}
     # compare the names first, because ``agree`` needs the same number of facts on every rank
@@ -309,18 +316,18 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
     Raises:
         PeerError: the ranks compare tensors with different names, or in a different order.
 
-    Cost: that of ``digest`` for every tensor; an allgather of 16 bytes; if a tensor differs,
-    another allgather of 8 bytes per tensor; if names differ, that of ``texts_of`` for the names.
+    Cost: the cost of ``digest`` for every tensor, and an allgather of 16 bytes.  If a tensor differs,
+    another allgather of 8 bytes per tensor; if names differ, the cost of ``texts_of`` for the names.
     """
     mine = torch.tensor([_number(digest(tensor)) for tensor in tensors.values()], dtype=torch.int64)
-    # first compare one digest of all digests, so that a check without a difference costs 16 bytes
-    # regardless of the model's size
+    # first compare a digest of all digests, so that a check of equal tensors takes 16 bytes, however
+    # large the model is
     names = _number("\n".join(tensors))
     sums = torch.tensor([names, _number(str(mine.tolist()))])
     everyone = await comm.allgather(sums, "sentinel")
     others = [r for r, theirs in enumerate(everyone) if theirs[0] != names]
     if others:
-        # every rank sees a mismatch, so all of them take part
+        # not all names are equal, so every rank sees a mismatch, and all take part in this exchange
         texts = await texts_of(comm, _BETWEEN.join(tensors), "sentinel")
         pairs = zip_longest(*(texts[r].split(_BETWEEN) for r in (comm.rank, others[0])))
         here, there = next((a or "none", b or "none") for a, b in pairs if a != b)
@@ -351,7 +358,8 @@ async def heal_(
 async def equalise_(comm: Communicator, tensors: Mapping[str, Tensor]) -> list[str]:
     """Overwrite tensors in place with rank 0's where they differ; return their names.
 
-    Cost: that of ``divergences``; rank 0 sends one message per rank and tensor that differs from its own.
+    Cost: the cost of ``divergences``; for each tensor, rank 0 sends one message to every rank that
+    differs.
     """
     torn = await divergences(comm, tensors)
     for each in torn:
@@ -362,7 +370,8 @@ async def equalise_(comm: Communicator, tensors: Mapping[str, Tensor]) -> list[s
 
 async def _copy_(comm: Communicator, tensor: Tensor, source: int, others: Sequence[int]) -> None:
     if comm.rank == source:
-        # a copy, because some transports show what they send to NumPy (see ``digest``)
+        # send a copy, because some transports pass payloads to NumPy, after which torch cannot resize
+        # them
         payload = bytes_of(tensor).clone()
         sending = [comm.isend(payload, rank, "heal", Raw("value")) for rank in others]
         for operation in sending:
@@ -370,7 +379,7 @@ async def _copy_(comm: Communicator, tensor: Tensor, source: int, others: Sequen
     elif comm.rank in others:
         nbytes = tensor.numel() * tensor.element_size()
         payload = await comm.irecv(source, nbytes, "heal", Raw("value"))
-        # a clone starts at offset 0, as ``view`` requires; a received payload may start at any byte
+        # clone, because ``view`` needs an aligned start, and a received payload may start at any byte
         values = payload.clone().view(tensor.dtype)
         tensor.copy_(values.view(tensor.shape))
 

@@ -1,6 +1,6 @@
 """The interface between algorithms and networks: ``Communicator``, one rank's handle on a group.
 
-Algorithms are ``async def`` functions over these calls; the drivers in ``driver`` resume them.
+Algorithms are ``async def`` functions that await these calls; the drivers in ``driver`` resume them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ ReduceOp = Literal["sum", "max", "min"]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor of any shape as flat bytes; a view if it is contiguous.
+    """Return a tensor's elements as 1-D bytes: a view of a contiguous tensor, otherwise a copy.
 
     Example:
         >>> bytes_of(torch.tensor([[1, 256]], dtype=torch.int16)).tolist()
         [1, 0, 0, 1]
     """
-    # torch considers a tensor of at most one element contiguous whatever its stride; ``contiguous`` and
-    # ``reshape`` keep that stride, and ``view`` then refuses another element size
+    # ``view`` to another element size refuses a last stride other than 1.  A tensor of at most one
+    # element may have any stride and still count as contiguous, so ``contiguous`` and ``reshape`` keep
+    # its stride.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8)
 
@@ -54,10 +55,10 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
         name: name of the caller's argument, for the error.
 
     Raises:
-        ConfigurationError: not a number in (0, 10^6], because waits must end.
+        ConfigurationError: the value is not a number in (0, 10^6]; every wait must end.
     """
-    # zmq waits twice the timeout for a sign of life, and libzmq stores milliseconds in 32 bits, which
-    # is enough for 2 x 10^6 s.  NaN fails both comparisons, so it is refused as well.
+    # zmq waits twice the timeout for a sign of life, and libzmq stores milliseconds in 32 bits, which is
+    # enough for 2 x 10^6 s.  NaN is refused because both comparisons with it are false.
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not number or not 0 < seconds <= 1e6:
         raise ConfigurationError(
@@ -88,13 +89,13 @@ class Communicator(ABC):
     Attributes:
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks P; 1 is legal and never communicates.
-        device: where payloads must be (CUDA tensors are copied to it).
+        device: the device of all payloads (tensors on another device are copied to it).
         ledger: counts the traffic of all channels.
         tag: the channel of this handle's messages; see ``channel``.
         companions: threads, actors and memories that other modules have attached to this group;
             ``close`` ends them.
         aborted: set by ``abort``; shared by all channels.
-        broken: why calls within ``exchange`` broke off; shared by all channels.
+        broken: the errors that broke off calls within ``exchange``; shared by all channels.
         pads: whether ``alltoallv`` pads every message to its sender's capacity.
         tags: number of channels supported by the transport.
         timeout: seconds that any wait may take.
@@ -156,11 +157,11 @@ class Communicator(ABC):
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Refuse to begin after an earlier exchange broke off; note if this one does.
+        """Run one exchange; refuse to start it if an earlier one broke off, and record if this one does.
 
-        An exchange breaks off at another point on every rank, and its messages may still arrive, where
-        the next one would take them for its own.  Errors that all ranks raise together, after they have
-        received all messages, do no harm.
+        If an exchange breaks off, every rank stops at a different point.  Its messages may still arrive,
+        and the next exchange would take them for its own.  Errors that all ranks raise together, after
+        they have received all messages, do no harm and are not recorded.
         """
         self.check_whole()
         try:
@@ -295,9 +296,9 @@ class Communicator(ABC):
     ) -> None:
         """Allreduce `[P, width]`, in place."""
         world_size = self.world_size
-        # This is the reduce-scatter.  P and r determine the tree along which block r is summed, not the
-        # order of arrival.  Only rank r has the sum, and the allgather copies it, so all ranks get the
-        # same bits.
+        # This is the reduce-scatter.  The tree along which block r is summed depends on P and r, but not
+        # on the order of arrival.  Only rank r has the sum, and the allgather copies it, so all ranks
+        # get the same bits.
         for skip, count in rounds(world_size):
             theirs = await self._swap(blocks, self.rank + skip, count, skip, phase)
             for i, block in enumerate(theirs):
@@ -329,8 +330,8 @@ class Communicator(ABC):
         payload = bytes_of(tensor)
         framing = Raw("value" if tensor.is_floating_point() else "control")
         blocks = await self.allgatherv(payload, [payload.numel()] * self.world_size, phase, framing)
-        # a received block may start at any byte of its message, but ``view`` to a wider dtype needs an
-        # aligned offset, which the clone has
+        # clone, because a received block may start at any byte of its message, and ``view`` to a wider
+        # dtype needs an aligned offset
         return [b.to(tensor.device).clone().view(tensor.dtype).view(tensor.shape) for b in blocks]
 
     async def allgatherv(
@@ -376,8 +377,8 @@ class Communicator(ABC):
     ) -> list[Tensor]:
         """Send ``payloads[r]`` to each rank r; return the messages received, in rank order.
 
-        ``capacities[r]`` is the most that rank r sends to any other rank.  The list is the same on all
-        ranks, so a transport may use a native call with padded messages.  Destinations are rotated
+        ``capacities[r]`` is the most bytes that rank r sends to any other rank.  The list is the same on
+        all ranks, so a transport may use a native call with padded messages.  Destinations are rotated
         (rank + 1, rank + 2, ...).
         """
         world_size, rank = self.world_size, self.rank

@@ -1,8 +1,8 @@
-"""Drive coroutines over operations: to the end, side by side, or on a background thread.
+"""Drive coroutines that await operations: to the end, side by side, or on a background thread.
 
-Algorithms are ``async def`` functions over a communicator's calls, and do not depend on their driver.
-Every driver, including the simulator, resumes them through ``Task``.  If an operation fails, its error
-is raised at the ``await`` that waits for it, where the algorithm may handle it.
+Algorithms are ``async def`` functions that await a communicator's calls; they do not depend on their
+driver.  Every driver, including the simulator, resumes them through ``Task``.  If an operation fails,
+its error is raised at the ``await`` that waits for it, where the algorithm may handle it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Operation(ABC):
 
 @final
 class Finished(Operation):
-    """An operation that is already done, because it needed no network."""
+    """An operation that was done from the start, because it needed no network."""
 
     def __init__(self, result: Any = None) -> None:
         self.done, self.result = True, result
@@ -84,7 +84,7 @@ class Finished(Operation):
 @final
 @dataclass(frozen=True)
 class Failure:
-    """What a coroutine on an engine returns to fail alone, without those in flight with it."""
+    """Returned by a coroutine on an engine to fail alone; the coroutines in flight with it continue."""
 
     error: Exception
 
@@ -114,8 +114,8 @@ class Task(Generic[T]):
 
     def advance(self, seconds: float | None) -> bool:
         """Wait for the operation, at most ``seconds``; return whether the coroutine was resumed."""
-        # A failed wait resumes the coroutine as well: the error is raised at its ``await``, where the
-        # algorithm may handle it.
+        # a failed wait, too, resumes the coroutine: the error is raised at its ``await``, where the
+        # algorithm may handle it
         error = None
         try:
             if seconds is None:
@@ -142,8 +142,8 @@ class Flight:
     """Coroutines in flight together, in the order in which they were started.
 
     The driver blocks only on the *oldest* member.  All ranks start their members in the same order, so
-    the oldest member always finds its peers waiting in the same one.  Hence there is no deadlock, even
-    on a transport that cannot check whether a message has arrived.
+    the oldest member always finds the other ranks waiting in the same member.  Hence there is no
+    deadlock, even on a transport that cannot check whether a message has arrived.
 
     An error that a member does not handle ends the flight and closes the other members.
     """
@@ -166,8 +166,9 @@ class Flight:
         """Wait for the oldest member, at most about ``seconds``; advance all as far as possible."""
         for member in list(self._members):  # copied, because members that end are removed
             step = member[0].advance
-            # Only the first wait of the oldest member may block.  Younger members are polled: a wait in
-            # one of them might need a peer that is still waiting for this rank in an older one.
+            # Only the first wait of the oldest member may block.  Younger members are only polled:
+            # blocking in one of them might wait for a peer that is itself waiting for this rank in an
+            # older one.
             while not member[0].ended and self._move(member, partial(step, seconds)):
                 seconds = 0.0
             seconds = 0.0
@@ -175,7 +176,7 @@ class Flight:
     async def turn(self) -> None:
         """Await the operation that the oldest member is waiting for, then advance all.
 
-        With this, a coroutine can drive a flight, even in the simulator, where nothing may block.
+        This lets a coroutine drive a flight even in the simulator, where nothing may block.
         """
         oldest = self._members[0]
         try:
@@ -221,15 +222,15 @@ async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]
             await flight.turn()
     finally:
         flight.close()
-        # if a program failed at its start, later ones never started; close them, because Python warns
-        # of coroutines that are never awaited
+        # If a program failed at its start, later programs never started.  Close them, because Python
+        # warns of coroutines that are never awaited
         for program in programs:
             program.close()
     return [results[i] for i in range(len(programs))]
 
 
 class Abortable(Protocol):
-    """One or more communicators in which an engine's jobs may wait."""
+    """One or more communicators in which an engine's jobs may be waiting."""
 
     def abort(self) -> None:
         """End the waits of other threads with an error; only ``close`` is legal from now on."""
@@ -242,9 +243,9 @@ class Abortable(Protocol):
 class Engine:
     """Runs jobs on a daemon thread: the communication of one model.
 
-    Coroutines run side by side, started in the order submitted, which must be the same on all ranks.  A
-    callable runs once everything before it has ended.  No job waits inside a callback of another job's
-    future, because that deadlocks gloo.
+    Coroutines run side by side, started in the order in which they were submitted.  This order must be
+    the same on all ranks.  A callable runs once everything submitted before it has ended.  No job may
+    wait inside a callback of another job's future, because that deadlocks gloo.
 
     An engine ends at once when it is dropped or the process exits, because nothing can use its results
     any more.  Its thread must end before the interpreter does.  Otherwise the interpreter would stop it
@@ -266,14 +267,14 @@ class Engine:
     def __init__(self, name: str, comms: Sequence[Abortable] = ()) -> None:
         self._jobs: _Jobs = SimpleQueue()
         over = threading.Event()
-        # the target is a function: a bound method would keep the engine alive, so that it could never
-        # be dropped
+        # the thread's target is a plain function, because a bound method would keep the engine alive
+        # forever
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, over), name=f"sparsync-{name}", daemon=True
         )
         self._thread.start()
-        # A finalizer runs once: when the engine is dropped, at exit, or when called like a method.  None
-        # of its arguments may refer to the engine.
+        # A finalizer runs once: when the engine is dropped, at exit, or when ``end`` is called.  None of
+        # its arguments may refer to the engine, which would keep it alive.
         self.end = weakref.finalize(
             self, _end, self._jobs, over, self._thread, tuple(comms), os.getpid()
         )
@@ -285,7 +286,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether another thread, the engine's, is running and may use the communicators."""
+        """Whether the engine's thread is running, and is not the calling thread; it may then communicate."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T | Failure]) -> Future[T]:
@@ -302,7 +303,8 @@ class Engine:
                 "this engine is closed, or its handle was: attach again to a freshly wrapped model"
             )
         future: Future[T] = Future()
-        # as if it ran already: the other ranks take part in a queued exchange, so it cannot be withdrawn
+        # mark the future as running, so that it cannot be cancelled: other ranks count on a queued
+        # exchange
         future.set_running_or_notify_cancel()
         self._jobs.put((job, future))
         return future
@@ -350,7 +352,7 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
         flying[:] = [future for future in flying if not future.done()]
 
     while True:
-        # with coroutines in flight, only poll the queue, and spend the time waiting for the oldest one
+        # with coroutines in flight, only poll the queue, and wait for the oldest coroutine instead
         try:
             item = jobs.get(block=not flight)
         except Empty:
@@ -358,7 +360,7 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
             continue
         coroutine = item is not None and isinstance(item[0], Coroutine)
         # a callable, such as the commit of a step, waits for everything before it; a coroutine waits
-        # only for room
+        # only until there is room for it
         while flight and (not coroutine or len(flight) >= _MOST):
             guarded(partial(flight.advance, _LONG))
         if item is None:
@@ -399,13 +401,13 @@ def _end(
     comms: Sequence[Abortable],
     pid: int,
 ) -> None:
-    """End an engine's thread, whatever it waits for; a function, because the engine is gone by then."""
-    # a forked child inherits the memory but not the thread; the connections belong to the parent
+    """End an engine's thread, whatever it waits for; the engine itself is gone by then."""
+    # a forked child has a copy of the memory but no thread, and its parent's connections are not its own
     if not thread.is_alive() or os.getpid() != pid:
         return
-    # The order matters.  The flag comes first, because a thread that wakes checks it before continuing.
-    # Then ``abort``, the one call that is allowed from another thread, ends the waits.  Sockets are
-    # closed last, when no thread can be inside libzmq any more.
+    # The order matters.  Set the flag first, because a thread that wakes up checks it before it
+    # continues.  Then end the waits with ``abort``, the only call that is allowed from another thread.
+    # Close sockets last, when no thread can be inside libzmq any more.
     over.set()
     jobs.put(None)
     if threading.current_thread() is thread:  # a job held the last reference; it ends first
@@ -426,8 +428,8 @@ def close_at_exit(owner: Any) -> None:
 
     The owner created last is closed first, because it may use earlier ones.
     """
-    # A strong reference as argument would keep the owner alive until the end.  If the owner is dropped
-    # earlier, the finalizer runs, finds nothing and does nothing.
+    # use a weak reference, because a strong one would keep the owner alive until the end; if the owner
+    # is dropped earlier, the finalizer finds nothing and does nothing
     weakref.finalize(owner, _close, weakref.ref(owner), os.getpid())
 
 

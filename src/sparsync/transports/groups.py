@@ -28,8 +28,9 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        # share the parent's channel and marks: messages of both then have one order, an abort of either
-        # ends the waits of both, and an exchange that breaks off in one spoils both
+        # Share the parent's channel and its records of failure.  Then the messages of both have one
+        # order, an abort of either ends the waits of both, and an exchange that breaks off in one spoils
+        # both.
         self.tag, self.aborted, self.broken = parent.tag, parent.aborted, parent.broken
 
     def abort(self) -> None:
@@ -38,8 +39,8 @@ class Subgroup(Communicator):
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send through the parent."""
-        # look the channel up by tag on every call, because ``Subgroup.channel`` copies this handle but
-        # not ``parent``
+        # look up the parent's channel on every call: ``Subgroup.channel`` changes this handle's tag, but
+        # not the parent's
         return self.parent.channel(self.tag).start_send(payload, self.ranks[dest], phase, framing)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
@@ -53,7 +54,7 @@ class Subgroup(Communicator):
         return self.parent.now
 
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
-        """Account through the parent."""
+        """Account for the work through the parent."""
         return self.parent.work(nbytes, dense=dense)
 
 
@@ -79,7 +80,7 @@ class SoloCommunicator(Communicator):
 
 @final
 class SoloHost(Host):
-    """Calls the actor of a single process synchronously; the actor receives no messages."""
+    """Calls the only process's actor synchronously; the actor receives no messages."""
 
     rank, world_size = 0, 1
 
@@ -98,8 +99,8 @@ class SoloHost(Host):
         """Call the function at once; the actor must reply before the call returns."""
         answers: list[Any] = []
         function(answers.append)
-        # an actor replies when messages arrive or time passes; here neither happens, so a wait would
-        # never end
+        # an actor may reply later, when a message arrives or time passes; here neither happens, so the
+        # wait would never end
         if not answers:
             raise DeadlockError(f"{where()} waits for itself")
         return Finished(answers[0])

@@ -62,7 +62,7 @@ class Interface:
 
     @property
     def far_addresses(self) -> tuple[str, ...]:
-        """Its addresses if other machines can reach it; empty for a loopback interface."""
+        """The addresses at which other machines can reach it; none for a loopback interface."""
         return () if self.loopback else self.addresses
 
     def __str__(self) -> str:
@@ -185,13 +185,14 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
     parts = [part.strip() for part in value.removeprefix("^").split(",") if part.strip()]
     found, wrong = list[Interface](), ""
     if excludes:
-        # a machine may lack excluded interfaces; excluding all others does not mean that loopback is
-        # wanted
+        # an excluded interface need not exist on this machine; excluding all other interfaces does not
+        # mean that loopback is wanted
         left = [one for one in present if not any(_matches(part, one) for part in parts)]
         found = [one for one in left if one.addresses and not one.loopback]
     for part in () if excludes else parts:
         matched = [one for one in present if _matches(part, one)]
-        # for a prefix, take only usable interfaces; a full name is what the user asked for
+        # of several matches, take only interfaces with an address; a single match is what the user asked
+        # for
         found += [one for one in matched if one.addresses] if len(matched) > 1 else matched
         wrong = wrong or ("" if matched else part)
     if not found or wrong:

@@ -38,12 +38,13 @@ __all__ = [
 
 Launcher = Literal["torchrun", "mpi", "slurm"]
 
-# The variables that tell a process its rank, the world size, and its rank on this host, by launcher.  The
-# innermost launcher comes first, because torchrun started by srun has the variables of both.
+# The variables that tell a process its rank, the world size, and its rank on this host, by launcher.
+# Inner launchers come first: a torchrun started by srun has the variables of both, and torchrun's are
+# right.
 _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # set by, in this order: Open MPI; MVAPICH2; MPICH, Intel MPI and srun --mpi=pmi2; and
-    # srun --mpi=pmix
+    # The next rows are set, in this order, by Open MPI; by MVAPICH2; by MPICH, Intel MPI and srun
+    # --mpi=pmi2; and by srun --mpi=pmix (two rows)
     ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -54,7 +55,7 @@ _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
 )
 _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 
-# seconds in which gloo's threads certainly release the tensors of a finished call
+# seconds after which gloo's threads have certainly released the tensors of a finished call
 _RELEASED: Final = 0.05
 
 
@@ -88,7 +89,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
         (2, 4, 'mpi')
     """
     environ = os.environ if environ is None else environ
-    # sbatch also sets SLURM_PROCID in its script, where no job step exists yet
+    # sbatch sets SLURM_PROCID in its script, too, but the script is not part of a job step
     in_script = "SLURM_SUBMIT_DIR" in environ and "SLURM_STEP_ID" not in environ
     for launcher, *names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ and not (launcher == "slurm" and in_script):
@@ -120,7 +121,8 @@ def first_host(nodes: str) -> str:
         >>> first_host("node[003-005,9],login1"), first_host("a1,b2"), first_host("r[1-2]n[07,9]-ib")
         ('node003', 'a1', 'r1n07-ib')
     """
-    # the first comma outside brackets ends the first item; of each bracket, only the first number counts
+    # the first item ends at the first comma outside brackets; in each bracket, only the first number
+    # counts
     part = re.match(r"(?:[^,\[\]\s]|\[\d+[\d,-]*\])+(?=,|$)", nodes)
     if part is None:
         raise ConfigurationError(
@@ -137,7 +139,7 @@ def connect_mpi(timeout: float = 300.0) -> Communicator:
         ConfigurationError: mpi4py or MPI is missing, or MPI does not know the launcher's ranks.
     """
     here, comm = detect(), MpiCommunicator(timeout=timeout)
-    # under another MPI's mpiexec, every process would be alone in its world and train on its own
+    # started by another MPI's mpiexec, every process would be alone in its world and train by itself
     if here is not None and (here.rank, here.world_size) != (comm.rank, comm.world_size):
         comm.close()
         raise ConfigurationError(
@@ -196,8 +198,9 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
 def _listening(store: Store, here: Placement, timeout: float) -> AbstractContextManager[None]:
     """Return a context in which gloo listens where all ranks can reach it.
 
-    gloo accepts only names, and listens on loopback if the machine's own name maps to 127.0.1.1.  Some
-    of its errors come after minutes, and none mentions the variable or the interfaces.
+    Left alone, gloo accepts only names in ``GLOO_SOCKET_IFNAME``, and listens on loopback if the
+    machine's own name maps to 127.0.1.1.  Some of its errors come only after minutes, and none mentions
+    the variable or the interfaces.
     """
     cards = convene(
         store,
@@ -214,20 +217,22 @@ def _listening(store: Store, here: Placement, timeout: float) -> AbstractContext
 def destroy_process_group() -> None:
     """Leave ``torch.distributed`` at the end of a program.
 
-    gloo's threads release the tensors of the last call shortly after that call has returned, and need
-    the interpreter for it.  If the interpreter is already exiting, the process aborts ("terminate
-    called without an active exception").  The threads end with the last reference to their group.  So
-    this function collects references in cycles; keep no other reference to the group yourself.
+    gloo's threads release the tensors of the last call shortly after the call has returned, and need the
+    interpreter to do so.  If the interpreter is already exiting by then, the process aborts ("terminate
+    called without an active exception").  The threads end when the last reference to their group is
+    dropped, so this function also collects reference cycles.  Do not keep another reference to the
+    group.
     """
     dist.destroy_process_group()
-    # If a DDP model has the last reference, its destructor (torch 2.13) joins these threads without
-    # releasing the interpreter, for which they may still be waiting: both would wait for ever.
+    # If a DDP model holds the last reference, its destructor (torch 2.13) joins these threads without
+    # releasing the interpreter.  If a thread were still waiting for the interpreter, both would wait
+    # forever.
     time.sleep(_RELEASED)
     gc.collect()
 
 
 def _meet(here: Placement, timeout: float) -> Store:
-    """Return the job's store; rank 0 serves it or, under torchrun, one of torchrun's agents."""
+    """Return the job's store, which rank 0 serves or, under torchrun, one of torchrun's agents."""
     if here.launcher == "torchrun":
         served, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         served.set_timeout(timedelta(seconds=timeout))
@@ -248,7 +253,7 @@ def _meet(here: Placement, timeout: float) -> Store:
     if here.launcher == "mpi" and "MASTER_ADDR" not in os.environ:
         # if mpi4py is missing, or belongs to another MPI, a scheduler may still provide rank 0's address
         with suppress(ConfigurationError), connect_mpi(timeout) as comm:
-            # rank 0's system chooses a free port; a port computed by all ranks might be taken
+            # let rank 0's system choose a free port, because a port computed by all ranks might be taken
             host = host_of_rank_0(comm)
             own = store(host, 0) if here.rank == 0 else None
             mine = torch.tensor([own.port if own is not None else 0])

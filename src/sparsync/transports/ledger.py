@@ -22,8 +22,8 @@ __all__ = ["STAGES", "Framing", "Ledger", "Parts", "Raw", "Several", "Traffic", 
 
 C = TypeVar("C", bound="_Counts")
 
-# The stages of a step (RedSync, Figure 10).  Its "mask" is our first two: correcting momentum and adding
-# gradients, and removing delivered entries from residual and velocity.
+# The stages of a step (RedSync, Figure 10).  RedSync's "mask" is split in two here: "accumulate"
+# corrects momentum and adds gradients; "mask" removes delivered entries from residual and velocity.
 STAGES = ("accumulate", "mask", "select", "pack", "communicate", "unpack")
 
 
@@ -54,10 +54,10 @@ class Parts(_Counts):
 
 
 class Framing(ABC):
-    """How to find the length of a payload and its parts.
+    """Finds the length of a payload, and how many of its bytes serve which purpose.
 
     Attributes:
-        variable: the receiver knows only an upper bound of the length in advance.
+        variable: whether the receiver knows only an upper bound of the length in advance.
     """
 
     variable: bool
@@ -74,7 +74,7 @@ class Framing(ABC):
         """Return the payload of at most ``capacity`` bytes at the start of ``buffer`` (a view).
 
         Raises:
-            WireFormatError: it would be longer than ``capacity``, or than the buffer.
+            WireFormatError: the payload claims to be longer than ``capacity`` or than the buffer.
         """
         length = self.length(buffer) if self.variable else capacity
         most = min(capacity, buffer.numel())
@@ -90,7 +90,7 @@ class Framing(ABC):
 
 @final
 class Raw(Framing):
-    """Unstructured bytes, booked under ``kind``; both sides know their number, unless ``variable``."""
+    """Unstructured bytes, booked under ``kind``; unless ``variable``, both sides know their number."""
 
     def __init__(self, kind: Literal["value", "control"], *, variable: bool = False) -> None:
         self.kind, self.variable = kind, variable
@@ -160,10 +160,10 @@ class Traffic(_Counts):
 
 
 def place(step: int, local_step: int | None = None) -> str:
-    """Return the place in training, worded for errors.
+    """Return the number of a step, or of an exchange and a local step, worded for errors.
 
     Args:
-        step: the ledger's step; if an optimizer takes local steps, the number of an exchange.
+        step: the ledger's step, which counts exchanges if an optimizer takes local steps.
         local_step: the last local step before that exchange; None if every step is an exchange.
 
     Example:
@@ -177,7 +177,7 @@ class Ledger:
     """Counts the traffic of one communicator, and knows the current step.
 
     Attributes:
-        step: the open step; if an optimizer takes local steps, the number of an exchange.
+        step: the open step; it counts exchanges if an optimizer takes local steps.
         local_step: the last local step before the current exchange; None if every step is an
             exchange.
 
@@ -194,12 +194,12 @@ class Ledger:
         self.phases: dict[str, Traffic] = {}  # of the current step
         self.stages: dict[str, float] = {}  # seconds of the whole run, by stage
         self._booked: dict[int, float] = {}  # seconds of all stages, by thread
-        # Stages of autograd's thread and of the engine's overlap.  Traffic needs no lock, because only
-        # one thread communicates at a time.
+        # The threads of autograd and of the engine book stages concurrently, hence the lock.  Traffic
+        # needs none, because only one thread communicates at a time.
         self._lock = threading.Lock()
         self.last_step = Traffic()
-        # the bytes of the worst finished step: the papers bound a rank's traffic in every step, not
-        # the mean
+        # the most bytes in any finished step, because the papers bound a rank's traffic in every step,
+        # not on average
         self.sent_max = 0
         self.received_max = 0
         self.outside = Traffic()  # outside of any step
@@ -216,11 +216,11 @@ class Ledger:
         self.step = step
 
     def within(self, local_step: int) -> None:
-        """Set the local step that errors and message headers name next to the exchange."""
+        """Set the local step, which errors and message headers state along with the exchange."""
         self.local_step = local_step
 
     def place(self, step: int | None = None) -> str:
-        """Return the current place in training, or that of ``step``, worded for errors."""
+        """Return the number of ``step``, by default the current one, worded for errors."""
         return place(self.step if step is None else step, self.local_step)
 
     @contextmanager
@@ -234,7 +234,7 @@ class Ledger:
             self.outside += self.total() - before
 
     def set_up(self) -> Traffic:
-        """Exclude the traffic so far from any step; return it, except traffic outside of steps."""
+        """Book the traffic so far to no step; return it, without traffic outside of steps."""
         self._finished, self.phases = self.by_phase(), {}
         return self.of_steps()
 

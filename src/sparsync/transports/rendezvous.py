@@ -1,4 +1,4 @@
-"""Rendezvous: ranks without connections exchange a few bytes, or learn which ranks are missing."""
+"""Rendezvous: ranks that are not connected yet exchange a few bytes, or learn which ranks are missing."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def meet(
     timeout: float,
     phase: str = "rendezvous",
 ) -> list[str]:
-    """Return every rank's card, in rank order; the n-th calls of all ranks with a store are one meeting.
+    """Return every rank's card, in rank order; with a store, the n-th calls of all ranks meet.
 
-    A card is a text shown to the other ranks; errors name ``phase``.  Rank 0, which may serve the store,
-    returns once all ranks have read the cards.  Over a communicator of these ranks, a card has at most
-    512 bytes.
+    A card is a text that all other ranks get to see; errors name ``phase``.  Rank 0, which may serve the
+    store, returns once all ranks have read the cards.  Over a communicator of these ranks, a card has at
+    most 512 bytes.
 
     Raises:
         DeadlineError: names the ranks still missing after ``timeout`` seconds.
@@ -97,7 +97,7 @@ def meet(
     arrivals = list[str]()
 
     def wait(keys: Sequence[str], *signs: Sequence[str]) -> None:
-        """Wait for all keys; blame the ranks that lack the first of the signs that any rank lacks."""
+        """Wait for all keys; on failure, name the ranks that lack the first sign that any rank lacks."""
         for peer, key in enumerate(keys):
             left = max(deadline - time.monotonic(), 0.001)
             try:
@@ -124,7 +124,7 @@ def meet(
             "timeout if they are only slow"
         )
 
-    # each rank counts its own meetings, so no rank needs to know when another rank started one
+    # each rank counts its own meetings, so ranks need not agree on the number of a meeting
     counter = f"{_PREFIX}/of {rank}"
     try:
         meeting = store.add(counter, 1)
@@ -133,10 +133,10 @@ def meet(
         store.set(arrivals[rank], str(world_size))  # not deleted when the card is withdrawn
         store.set(keys[rank], card)
         try:
-            wait(keys, arrivals, keys)  # first those that never came, then those that gave up
+            wait(keys, arrivals, keys)  # name ranks that never came before ranks that gave up
         except DeadlineError:
-            # Restore the count, so that a second attempt joins the same meeting.  Keep a complaint, so
-            # that ranks that arrive later read it.
+            # Restore the count, so that a second attempt joins the same meeting.  Leave a card with a
+            # complaint in place, for ranks that arrive later.
             with suppress(RuntimeError):
                 if _WRONG not in card:
                     store.delete_key(keys[rank])
@@ -152,7 +152,7 @@ def meet(
             f"{where}: the store does not answer, and the process that serves it may be gone "
             f"({first_line(error)})"
         ) from error
-    if rank == 0:  # otherwise the store could end with this process before the others have read it
+    if rank == 0:  # the store may end with this process, so wait until the others have read it
         wait(read, read)
     return cards
 
@@ -167,11 +167,11 @@ def convene(
 ) -> list[dict[str, Any]]:
     """Return the results of ``ready`` on all ranks, in rank order; if one fails, all ranks learn why.
 
-    If ``ready`` fails on a rank, it waits only as long as the others may need to arrive and read why.
+    A rank on which ``ready`` fails waits only as long as the others may need to arrive and read why.
 
     Raises:
         ConfigurationError: ``ready`` raised it on this rank.
-        PeerError: it failed on another rank, or that rank runs another version.
+        PeerError: ``ready`` failed on another rank, or that rank runs another version.
         DeadlineError: as in ``meet``.
     """
     wrong: ConfigurationError | None = None
@@ -180,13 +180,15 @@ def convene(
     except ConfigurationError as error:
         wrong = error
         card = json.dumps({_WRONG: str(error)})
-        # a communicator cuts a card off at 512 bytes, and incomplete JSON cannot be read
+        # shorten the reason, because a communicator cuts cards off at 512 bytes, and incomplete JSON
+        # cannot be read
         if isinstance(store, Communicator):
             card = json.dumps({_WRONG: str(error).encode("ascii", "replace").decode()[:_COMPLAINT]})
     try:
         raw = meet(store, rank, world_size, card, min(timeout, _BYE) if wrong else timeout, phase)
     except (DeadlineError, PeerError):
-        # this rank's own error is the cause, so it takes precedence over missing ranks
+        # this rank's own error takes precedence over missing ranks, because it may be why they are
+        # missing
         if wrong is not None:
             raise wrong from None
         raise
@@ -220,16 +222,17 @@ def _has(store: Store, key: str) -> bool:
 def choose_interface(interface: str | None, meeting: Store | str) -> str:
     """Return the interface to bind.
 
-    A given interface is used as it is.  Otherwise, the choice depends on the route to a host: the host
-    of the store, of the default process group's store, or of rank 0.  If ``GLOO_SOCKET_IFNAME``
-    configures interfaces for gloo, the result is the address of one of them: the one on that route if
-    there is one, otherwise the first.  Without the variable, it is this machine's address on that route.
+    A given interface is used unchanged.  Otherwise, the choice depends on the route to a host: the host
+    of the store, of the default process group's store, or of rank 0.  If ``GLOO_SOCKET_IFNAME`` is set,
+    it selects interfaces, and the result is an address of one of them: the address on that route if
+    there is one, otherwise the first.  If the variable is not set, the result is this machine's address
+    on that route.
 
     Args:
-        interface: as given on this rank; None if it must be found.
-        meeting: where the ranks meet: a store or, if they meet over a communicator, the name of rank
-            0's host.  Finding this name is collective (``host_of_rank_0``), even for ranks that do not
-            need it.
+        interface: the interface given on this rank; None to find one.
+        meeting: the place where the ranks meet: a store or, if they meet over a communicator, the name
+            of rank 0's host.  Finding this name is collective (``host_of_rank_0``), so all ranks must do
+            it, even ranks that do not need the name.
     """
     if interface is not None:
         check_one_interface(interface, interface)
@@ -252,7 +255,7 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
 
 def check_one_interface(interface: str, host: str) -> None:
     """Refuse an interface whose address, ``host``, stands for all interfaces."""
-    # a port on all interfaces would be exposed to networks that have nothing to do with the job
+    # a port that is bound on all interfaces is exposed to networks that have nothing to do with the job
     require(
         host not in ("", "*") and not is_unspecified(host),
         f"interface is '{interface}', which means all of them; name the one that ranks use",
@@ -273,17 +276,16 @@ def _address_of(value: str, host: str | None) -> str:
 
 @dataclass(frozen=True)
 class GlooPlace:
-    """The place where gloo listens on this machine.
+    """The interfaces and addresses at which gloo listens on this machine.
 
     Attributes:
         at: the interface and address, for messages.
         near: whether the address is loopback, which no other machine can reach.
-        names: the interface names to which the variable must be set for gloo; None if it may keep its
-            value.
-        far: an interface that other machines can reach, if the variable is not set; otherwise
-            empty.
+        names: the interface names to which ``GLOO_SOCKET_IFNAME`` must be set for gloo; None to leave it
+            unchanged.
+        far: if the variable is not set, an interface that other machines can reach; otherwise empty.
         present: the machine's interfaces, for messages.
-        network: a text shared by the ranks that reach each other over loopback, see ``network``.
+        network: a text shared by the ranks that reach each other over loopback (see ``network`` below).
         own: the address on each interface on which gloo listens by default.
         beyond: the address on ``far``, or an empty text.
     """
@@ -299,7 +301,7 @@ class GlooPlace:
 
     @staticmethod
     def here() -> GlooPlace:
-        """Return the place on this machine.
+        """Return the place where gloo would listen on this machine.
 
         Raises:
             ConfigurationError: ``GLOO_SOCKET_IFNAME`` selects no interface, or one without an address.
@@ -332,10 +334,10 @@ class GlooPlace:
         return several and self.near and bool(self.far)
 
     def listening(self, *, several: bool) -> AbstractContextManager[None]:
-        """Return a context in which gloo listens there; with ``several`` networks, not on loopback.
+        """Return a context in which gloo listens at this place, but, with ``several`` networks, not on loopback.
 
-        A hosts file such as Debian's may map the machine's own name to 127.0.1.1; with several
-        networks, gloo then avoids that address.
+        A hosts file such as Debian's may map the machine's own name to 127.0.1.1, where ranks on other
+        networks cannot reach it.
         """
         return listening_on(self.far if self._avoids(several) else self.names)
 
@@ -344,7 +346,7 @@ class GlooPlace:
         return (self.beyond,) if self._avoids(several) else self.own
 
     def check_reachable(self, rank: int) -> None:
-        """Refuse loopback if ranks are on several networks.
+        """Refuse a place on loopback; called if ranks are on several networks.
 
         Raises:
             ConfigurationError: the message names the variable and the existing interfaces.
@@ -359,8 +361,8 @@ class GlooPlace:
 def check_places(places: Mapping[int, GlooPlace]) -> bool:
     """Return whether ranks are on several networks; refuse places that gloo cannot connect.
 
-    gloo itself would wait for the group's timeout, or fail with an error that names neither the
-    variable nor the interfaces.
+    Without this check, gloo would wait for the group's timeout, or fail with an error that names neither
+    the variable nor the interfaces.
 
     Args:
         places: all ranks' places, by rank; equal on all ranks, so either all of them refuse or none.
@@ -380,7 +382,8 @@ def check_places(places: Mapping[int, GlooPlace]) -> bool:
     }
     for rank, place in places.items():
         if families[rank] != families[first]:
-            # gloo connects the first interface of a rank with the first of every other rank, and so on
+            # gloo connects the first interfaces of all ranks with each other, then the second ones, and
+            # so on
             alike = len(families[rank]) == len(families[first])
             limit = "addresses of one family only" if alike else "equal numbers of interfaces only"
             raise ConfigurationError(
@@ -451,8 +454,8 @@ def way_to(host: str) -> str:
         )
     if not is_loopback(own):
         return own
-    # hosts files also map a host's own name to 127.0.1.1, where ranks of other machines would not find
-    # it; all ranks of a machine need the same address
+    # A hosts file may map a host's own name to 127.0.1.1, where ranks of other machines would not find
+    # this rank.  So loopback is used only if all ranks are on this machine
     numbers = [os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     alone = (
         host == "localhost" or is_loopback(host) or (None not in numbers and len({*numbers}) == 1)
@@ -477,11 +480,11 @@ def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def check_sockets(sockets: Mapping[str, Any]) -> None:
-    """Refuse settings of zmq's sockets that are wrong on every machine."""
+    """Refuse settings of zmq's sockets that would be wrong on any machine."""
     check_ports(sockets.get("port_range"))
     if sockets.get("advertise") is not None:
         _check_advertised(sockets["advertise"])
-    # with an unset variable in place of the folder, a job would train unencrypted
+    # refuse an empty text, e.g. from an unset variable, because the job would train unencrypted
     require(
         sockets.get("curve_keys") != "",
         "curve_keys is ''; give the folder that holds the keys, or None to train without encryption",
@@ -489,9 +492,9 @@ def check_sockets(sockets: Mapping[str, Any]) -> None:
 
 
 def _check_advertised(advertise: object) -> None:
-    """Refuse a text that cannot be a host name or an IP address; ranks would report it much later."""
+    """Refuse a text that is neither a host name nor an IP address, which ranks would report much later."""
     host = advertise.strip("[]") if isinstance(advertise, str) else ""
-    # a single colon precedes a port
+    # a single colon would precede a port; an IPv6 address has at least two
     fits = re.fullmatch(r"[^\s\[\]/:]+", host) or (host.count(":") > 1 and _is_address(host))
     require(
         bool(fits) and not is_unspecified(host),
@@ -511,7 +514,7 @@ def _host_of(store: Store) -> str | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, HashStore):
-        return "127.0.0.1"  # in the memory of one process, so all its ranks are on this machine
+        return "127.0.0.1"  # the store is in one process's memory, so all ranks are on this machine
     return str(store.host) if isinstance(store, TCPStore) else None
 
 

@@ -22,7 +22,7 @@ __all__ = [
     "Whole",
 ]
 
-# a row per codec and form of values; the contracts check every row
+# one row per codec and form of values; the contract tests check every row
 CODECS: Final[Table[Codec[Any]]] = Table(
     "codecs",
     {

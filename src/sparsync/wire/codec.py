@@ -84,8 +84,8 @@ class Header(NamedTuple):
 
     @staticmethod
     def read(buffer: Tensor, nbytes: int = HEADER_BYTES) -> Header:
-        """Read the header at the start of ``buffer``, with a size if 16 bytes are wanted and present."""
-        # slice an array rather than the tensor, and copy once: a rank reads dozens of headers per step
+        """Read the header at the start of ``buffer``, with the second word if ``nbytes`` includes it."""
+        # slicing an array is faster than slicing a tensor, and a rank reads dozens of headers per step
         host = buffer if buffer.is_cpu else buffer[:nbytes].cpu()
         raw = host.numpy()[:nbytes].tobytes()
         if len(raw) < HEADER_BYTES:
@@ -115,11 +115,12 @@ class Encoded(Generic[V]):
 class Codec(ABC, Generic[V]):
     """Turns vectors into bytes and back, without any state.
 
-    ``V`` is the kind of vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  Messages
-    are self-describing, through their headers, and never get shorter with more entries.  A message's
-    length follows from the header alone, never from values or positions, so pad to the longest case.
+    ``V`` is the type of the vectors: ``SparseVector``, ``DenseVector``, or ``Vector`` for both.  Every
+    message starts with a header that describes it.  A message's length follows from the header alone,
+    never from values or positions, so a codec pads every message to the longest case.  More entries
+    never make a message shorter.
 
-    ``docs/extending.md`` writes a codec; ``sparsync.testing.check_codec`` checks one.
+    ``docs/extending.md`` shows how to write a codec; ``sparsync.testing.check_codec`` checks it.
     """
 
     format: ClassVar[int]  # the codec's number in the header; 128 to 255 are for other packages
@@ -136,19 +137,24 @@ class Codec(ABC, Generic[V]):
 
     @abstractmethod
     def encode(self, vector: V) -> Encoded[V]:
-        """Encode a vector of any number of entries, even 0; the same values give the same bytes."""
+        """Encode a vector, which may have no entries; equal vectors must give equal bytes.
+
+        Finite values must stay finite, and nonfinite values nonfinite.  Rounding must neither create a
+        NaN or Inf nor hide one from the other ranks.  If entries share a scale, one nonfinite entry may
+        make the others nonfinite (``spreading`` in ``check_codec``).
+        """
 
     @abstractmethod
     def decode(self, payload: Tensor, size: int) -> V:
         """Decode one whole message as a vector of ``size`` elements.
 
         Raises:
-            WireFormatError: this codec never writes such bytes, or the message has another size.
+            WireFormatError: the codec never writes such bytes, or the vector has another size.
         """
 
     @abstractmethod
     def layout(self, header: Header) -> Parts:
-        """Return the exact bytes of the message with this header, by purpose."""
+        """Return the exact number of bytes, by purpose, of the message with this header."""
 
     def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
         """Return the header of a message."""
@@ -158,11 +164,11 @@ class Codec(ABC, Generic[V]):
         return Header(self.format, dtype, entries, self.option, size, self.detail)
 
     def is_legal(self, header: Header) -> bool:
-        """Return whether this codec writes such headers; format, option and count are checked already."""
+        """Return whether this codec writes such headers; the caller has checked format, option, count."""
         return (header.detail > 0) == (self.detail > 0)
 
     def seeded(self, rank: int, step: int) -> Codec[V]:
-        """Return the codec for one source and step; by default, this one."""
+        """Return the codec for messages that ``rank`` sends at ``step``; by default, this one."""
         return self
 
     def for_layers(self, sizes: Sequence[int]) -> Codec[V]:
@@ -193,7 +199,7 @@ class Codec(ABC, Generic[V]):
         return self.layout(self.read_header(buffer))
 
     def entries_within(self, nbytes: int, size: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return the largest number of entries, at most ``size``, whose message fits ``nbytes``."""
+        """Return the largest number of entries, at most ``size``, whose message fits in ``nbytes``."""
         # bisection is valid because messages never get shorter with more entries
         fitting = bisect_right(
             range(size + 1), nbytes, key=lambda nnz: self.nbytes(nnz, size, dtype)
@@ -275,14 +281,14 @@ class Codec(ABC, Generic[V]):
 
 
 class Writer(Protocol):
-    """Writes the elements of a message from ``start`` on: values, or their sum with ``more``."""
+    """Writes ``values`` to a message, from element ``start`` on; given ``more``, it writes their sum."""
 
     def __call__(self, start: int, values: Tensor, more: Tensor | None = None) -> None:
-        """Write, and change no other elements."""
+        """Write these elements; leave all others unchanged."""
 
 
 class Opened(ABC):
-    """A message of a dense vector, already checked, to be decoded in runs."""
+    """A checked message of a dense vector, which is decoded in runs of consecutive elements."""
 
     @abstractmethod
     def decode_to(
@@ -297,15 +303,15 @@ class Opened(ABC):
 
 def decode_as(codec: Codec[V], message: Tensor, size: int, dtype: torch.dtype) -> V:
     """Decode another rank's message, and refuse values whose dtype is not this rank's."""
-    # a codec decodes to the dtype that the header claims, and sums of two dtypes would fail or
-    # round elsewhere
+    # A codec decodes to the dtype that the header claims.  With another dtype than this rank's, a later
+    # sum would raise an obscure error or round differently.
     vector = codec.decode(message, size)
     _check_dtype(vector.values.dtype, dtype)
     return vector
 
 
 def check_dtype(codec: Codec[Any], message: Tensor, dtype: torch.dtype) -> None:
-    """Refuse another rank's message unless it claims the dtype in which this rank sends ``dtype``."""
+    """Refuse a message unless it claims the dtype in which this rank sends values of ``dtype``."""
     _check_dtype(codec.read_header(message).dtype, codec.header(0, 0, dtype).dtype)
 
 

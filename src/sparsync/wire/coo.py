@@ -89,7 +89,7 @@ class Whole(Codec[DenseVector]):
         return self.dtype in (None, dtype)
 
     def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
-        """Encode a vector; ``decoded`` has the values themselves, or rounded values in their dtype."""
+        """Encode a vector; ``decoded`` holds its values, rounded to ``dtype``, in their own dtype."""
         start, values = self.start(vector), vector.values
         sent = values if self.dtype is None else _rounded(values, self.dtype)
         return Encoded(self.message(start, sent), DenseVector(sent.to(values.dtype)))
@@ -139,15 +139,15 @@ class Whole(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start``, into ``into``, and divide it.
+        """Decode a message of ``size`` elements, or a run from ``start`` on; divide it into ``into``.
 
-        With ``add``, the result is added to ``into``.
+        With ``add``, the quotients are added to ``into``; otherwise, they overwrite it.
         """
         opened = self.open(payload, into.numel() if size is None else size)
         opened.decode_to(into, divisor, add=add, start=start)
 
     def open(self, payload: Tensor, size: int) -> Opened:
-        """Check a message of ``size`` elements before it is decoded in runs."""
+        """Check a whole message of ``size`` elements; return it for decoding in runs."""
         header, body = self.body(payload, size)
         self._check_count(header, size)
         return _OpenedWhole(body, header.dtype)
@@ -163,7 +163,7 @@ class Whole(Codec[DenseVector]):
 
 @final
 class _OpenedWhole(Opened):
-    """A message of all values."""
+    """A checked message of ``Whole``."""
 
     def __init__(self, body: Tensor, dtype: torch.dtype) -> None:
         self._body, self._dtype = body, dtype
@@ -185,17 +185,18 @@ class _OpenedWhole(Opened):
 
 @final
 class StreamCodec(Codec[Vector]):
-    """A codec for sparse vectors and one for dense vectors; the header states the form of a message.
+    """Encodes sparse vectors with one codec and dense vectors with another; the header states which.
 
     Args:
         sparse: codec for sparse vectors (default: ``Coo()``, as in the paper).
         dense: codec for dense vectors (default: ``Whole()``).
         factor: a vector stays sparse up to ``factor * delta`` entries, where delta is the number of
-            entries at which the dense message is no longer than the sparse one (coo: ``N i / (c + i)``).
-            In practice, it is below 1, because sparse sums take longer (measured in
-            ``benchmarks/streams.md``). With None, all vectors stay sparse.
+            entries at which the dense message is no longer than the sparse one
+            (coo: ``N i / (c + i)``, for c bytes per index and i per value).  In practice, the best factor
+            is below 1, because sparse vectors take longer to sum (measured in ``benchmarks/streams.md``).
+            With None, all vectors stay sparse.
 
-    Cost: as the codec for the vector's form.   State: none.
+    Cost: that of the codec for the vector's form.   State: none.
     Differs from the paper: the switch compares the bytes of the two codecs in use.
 
     Example:
@@ -227,18 +228,18 @@ class StreamCodec(Codec[Vector]):
         return f"StreamCodec({self.sparse!r}, {self.dense!r}, factor={self.factor})"
 
     def seeded(self, rank: int, step: int) -> StreamCodec:
-        """Return the codec for one message source and step."""
+        """Return a codec for the messages that ``rank`` sends at ``step``."""
         twin = copy.copy(self)
         twin.sparse, twin.dense = self.sparse.seeded(rank, step), self.dense.seeded(rank, step)
         return twin
 
     def limit(self, size: int, dtype: torch.dtype) -> int | None:
-        """Return the number of entries up to which a vector of ``size`` elements is sparse, or None."""
+        """Return the most entries with which ``size`` elements stay sparse, or None for no limit."""
         if self.factor is None:
             return None
         if (size, dtype) not in self._limits:
-            # a dense message of few bits may be shorter than an empty sparse one, and then the
-            # limit is 0
+            # a dense message with few bits per element may be shorter than even an empty sparse message;
+            # the limit is then 0
             dense, limit = self.dense.nbytes(size, size, dtype), 0
             if dense >= self.sparse.nbytes(0, size, dtype):
                 limit = int(self.factor * self.sparse.entries_within(dense, size, dtype))

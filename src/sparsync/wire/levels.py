@@ -33,26 +33,27 @@ __all__ = ["LloydMax", "OpenedLevels", "difference_to", "sum_to"]
 @final
 @dataclass(eq=False)
 class LloydMax(Codec[DenseVector]):
-    """Writes a scale per block and a level of few bits per element; see ``docs/wire-format.md``.
+    """Writes one scale per block, and a level of a few bits per element; see ``docs/wire-format.md``.
 
     An element is divided by its block's root mean square and rounded to the nearest level.  The levels
-    minimise the mean square error for a normal distribution: 36, 12, 3.5 or 1 % of the squares with 1, 2,
-    3 or 4 bits.  With 8 bits, levels are equally spaced up to the block's largest element.
+    minimise the mean square error for a normal distribution: with 1, 2, 3 or 4 bits, it is 36, 12, 3.5
+    or 1 % of the mean square.  With 8 bits, levels are equally spaced up to the block's largest element.
 
-    The scale is ``<q, x> / <q, q>`` of the levels q, so the decoded vector is the projection of x onto
-    q.  The decoded vector is never longer than the original, and the residual may keep the error.  The
-    scale is rounded to bf16, because fp16 has too small a range for gradients.  The rounded scale is at
-    most twice the exact one, so the error still never exceeds the vector; rounding adds less than 4e-6
-    of the squares.  A block whose scale is below 2^-134 is decoded as zeros.  A block with elements
-    near the maximum of their dtype gets a smaller scale, so nothing overflows.
+    The scale is ``<q, x> / <q, q>``, where q is the vector of the block's levels, so the decoded vector
+    is the projection of x onto q.  Neither the decoded vector nor the error is ever longer than x, so
+    the residual may keep the error.  The scale is rounded to bf16, because the range of fp16 is too
+    small for gradients.  The rounded scale is at most twice the exact one, so the error still never
+    exceeds the vector; rounding adds less than 4e-6 of the squares.  A block whose scale is below 2^-134
+    is decoded as zeros.  A block with elements near the maximum of their dtype gets a smaller scale, so
+    nothing overflows.
 
     Finite elements stay finite; a NaN or Inf makes its whole block NaN.
 
     Args:
         bits: bits per element: 1, 2, 3, 4 or 8.
-        block: consecutive elements that share a scale, 1 to 65535 (C++ takes multiples of 8).
+        block: consecutive elements that share a scale, 1 to 65535 (C++ supports only multiples of 8).
 
-    Cost: 16 bytes, ``bits`` per element and 16 per block.   State: none.
+    Cost: 16 bytes, plus ``bits`` bits per element and 16 bits per block.   State: none.
     Differs from the paper: the scale is a projection, not the deviation.
 
     Example:
@@ -85,7 +86,7 @@ class LloydMax(Codec[DenseVector]):
     @property
     def step(self) -> int:
         """Runs of a message start at multiples of this many elements."""
-        # a run starts at a block and at a whole byte of codes
+        # a run must start both at the start of a block and at a byte boundary of the codes
         return self.block if self.block % 8 == 0 else 8 * self.block
 
     def blank(self, size: int, like: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class LloydMax(Codec[DenseVector]):
         return payload
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode a message with the bits and the block that the message states."""
+        """Decode a message with the bits and the block length that its header states."""
         opened = self.open(payload, size)
         values = torch.empty(size, dtype=opened.dtype, device=payload.device)
         opened.decode_to(values)
@@ -135,15 +136,16 @@ class LloydMax(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start``, into ``into``, and divide it.
+        """Decode a message of ``size`` elements, or a run from ``start`` on; divide it into ``into``.
 
-        With ``add``, the result is added to ``into``.  One pass suffices if both are float32.
+        With ``add``, the quotients are added to ``into``; otherwise, they overwrite it.  This takes one
+        pass if the message and ``into`` are float32.
         """
         opened = self.open(payload, into.numel() if size is None else size)
         opened.decode_to(into, divisor, add=add, start=start)
 
     def open(self, payload: Tensor, size: int) -> OpenedLevels:
-        """Check a message of ``size`` elements before it is decoded in runs."""
+        """Check a whole message of ``size`` elements; return it for decoding in runs."""
         header, raw = self.body(payload, size)
         return OpenedLevels(header, raw)
 
@@ -156,14 +158,13 @@ class LloydMax(Codec[DenseVector]):
 
 @final
 class OpenedLevels(Opened):
-    """A checked message of levels, runs of which are decoded without another check."""
+    """A checked message of levels; its bytes are not checked again when runs are decoded."""
 
     def __init__(self, header: Header, raw: Tensor) -> None:
         self.header, self.dtype = header, header.dtype
         self.codes = _codes_of(header, raw)
-        # A message from another rank is in host memory, and its bytes are checked there.  The second byte
-        # of a little-endian bf16 has the sign.  Levels are signed, so a negative scale would be a second
-        # encoding of the same block
+        # Levels are signed, so a negative scale would be a second encoding of the same block and is
+        # refused.  The sign of a little-endian bf16 is the top bit of its second byte.
         if bool((self.codes.scales[1::2] >= 0x80).any()):
             raise WireFormatError("a message of levels has a scale below zero; it is corrupt")
         check_end(raw, header.option, header.entries)
@@ -173,7 +174,7 @@ class OpenedLevels(Opened):
     ) -> None:
         """Decode elements from ``start`` on, divide them, and write or add them to ``into``.
 
-        This takes one pass if both are float32.
+        This takes one pass if the message and ``into`` are float32.
         """
         self.check_run(start, into.numel())
         if self.dtype == into.dtype == torch.float32:
@@ -195,8 +196,8 @@ class OpenedLevels(Opened):
 
     def is_finite(self) -> bool:
         """Return whether the message is free of NaN and Inf, judging by its scales."""
-        # no level needs decoding: NaN and Inf make a block's scale NaN, and finite scales are limited so
-        # that no level overflows
+        # the levels need not be decoded: NaN and Inf make a block's scale NaN, and finite scales are
+        # limited so that no level overflows
         largest = _largest_scale(self.dtype, self.header.option)
         return bool((packing.view_as(self.codes.scales, torch.bfloat16) <= largest).all())
 
@@ -211,10 +212,10 @@ def difference_to(
     add: bool,
     plus: Tensor | None = None,
 ) -> None:
-    """Write a message minus the sum of ``less``, divided by ``divisor``, from element ``start`` on.
+    """Write ``(message - sum(less)) / divisor``, from element ``start`` on, to ``into``.
 
-    With ``add``, ``plus`` and then this difference are added to ``into`` instead.  With messages of
-    float32 with equal bits and blocks, this takes one pass.
+    With ``add``, ``plus`` and then this quotient are added to ``into`` instead.  If all messages are
+    float32 and have the same bits and block length, this takes one pass.
     """
     levels = [m for m in (message, *less) if isinstance(m, OpenedLevels)]
     all_levels = len(levels) == 1 + len(less) and all(m.dtype == torch.float32 for m in levels)
@@ -237,10 +238,10 @@ def difference_to(
 
 
 def sum_to(into: Tensor, messages: Sequence[Opened], start: int = 0, *own: Tensor) -> None:
-    """Write the sum of messages from element ``start`` on, in their order, plus ``own``.
+    """Write the messages' sum, in their order, plus ``own``, from element ``start`` on, to ``into``.
 
-    ``own`` are up to two vectors; the first of two may be overwritten by their sum.  Messages of float32
-    with equal bits and blocks are added in one pass.
+    ``own`` is at most two vectors; if there are two, the first may be overwritten by their sum.  If all
+    messages are float32 and have the same bits and block length, this takes one pass.
     """
     levels = [m for m in messages if isinstance(m, OpenedLevels) and m.dtype == torch.float32]
     if levels and len(levels) == len(messages) and into.dtype == torch.float32:

@@ -1,8 +1,9 @@
 """Write, sum and join messages of regions.
 
-Each function composes a codec with cutting, merging or joining vectors.  For float32 values in coo and
-packed messages on the CPU, a bit-equal C++ pass (``native/messages.cpp``) avoids the intermediate
-vectors.  If C++ finds a malformed message, the composition repeats the work and raises a detailed error.
+Each function is a codec combined with cutting, merging or joining vectors.  For float32 values in coo
+and packed messages on the CPU, a C++ pass (``native/messages.cpp``) gives the same bits without the
+intermediate vectors.  If C++ finds a malformed message, the Python code repeats the work and raises a
+detailed error.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def encode_regions(
         >>> [m.numel() for m in messages], mine.size
         ([0, 32], 1)
     """
-    # C++ does not return the rounded values, which the caller would need for the residual, so only
-    # exact codecs use it
+    # only exact codecs use C++, because it does not return the rounded values, which the sender's
+    # residual would need
     layout = _layout(codec, [vector])
     if layout is None or not codec.is_exact(torch.float32):
         parts = vector.split(boundaries)
@@ -52,7 +53,7 @@ def encode_regions(
 def sum_messages(
     codec: Codec[SparseVector], shares: Sequence[SparseVector | Tensor], like: SparseVector
 ) -> SparseVector:
-    """Sum messages and vectors of a region as a left fold in the given order; zero sums are dropped.
+    """Sum one region's messages and vectors, as a left fold in the given order; drop zero sums.
 
     ``like`` is any vector of the region, on the result's device.
     """
@@ -66,7 +67,8 @@ def sum_messages(
             else (share.indices.contiguous(), share.values.contiguous())
             for share in shares
         ]
-        # None means a malformed message, which the composition below finds again to raise the error
+        # None means that a message is malformed; the Python code below finds it again and raises an
+        # error
         summed = native.fold_messages(given, layout, like.size)
         if summed is not None:
             return SparseVector(*summed, like.size)
@@ -103,7 +105,7 @@ def join_messages(
 def _layout(
     codec: Codec[SparseVector], vectors: Sequence[SparseVector], messages: Sequence[Tensor] = ()
 ) -> native.Layout | None:
-    """Return the codec's message layout for C++, or None if C++ does not support codec or tensors."""
+    """Return the message layout for C++, or None if C++ does not support the codec or the tensors."""
     if not isinstance(codec, Coo | Packed) or not in_cpp(vectors, messages):
         return None
     header = codec.header(0, 0, torch.float32)

@@ -1,10 +1,10 @@
 """Packed format: 8 to 12 bits per index and 8 to 32 per value, compared with 64 per entry in coo.
 
-``encode_dealt``, ``decode_sum`` and ``decode_undealt`` compose a codec with dealing (``kernels.deal``)
-and merging.  For packed float32 on the CPU each is a single, bit-equal C++ pass
-(``native/exchange.cpp``), because eight ranks on two cores would spend most of their time on the
-intermediate tensors.  If C++ finds a share that exceeds its message, or a malformed message, the
-composition repeats the work.
+``encode_dealt``, ``decode_sum`` and ``decode_undealt`` combine a codec with dealing (``kernels.deal``)
+and merging.  For packed float32 on the CPU each is a single C++ pass (``native/exchange.cpp``) with the
+same bits, because eight ranks on two cores would spend most of their time on the intermediate tensors.
+If C++ finds a malformed message, or more entries than a message may hold, the Python code repeats the
+work.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _EXACT = MappingProxyType(
 class Packed(Codec[SparseVector]):
     """Writes a header, rounded values and Elias-Fano indices; see ``docs/wire-format.md``.
 
-    ``decoded`` has the values that the receiver sees, in the given dtype, including entries rounded
-    to zero; the caller keeps the difference in the residual.
+    ``decoded`` holds the values that the receiver sees, in the vector's own dtype; entries that round to
+    zero are kept.  The caller keeps the difference in the residual.
 
     Args:
         values: "bf16" sends the nearest bfloat16, ties to even, but finite values stay finite;
@@ -60,8 +60,8 @@ class Packed(Codec[SparseVector]):
             float32.
         block: entries that share a scale under int8, 1 to 65535.
 
-    Cost: 16 bytes; nnz (l + 1) + ceil(size / 2^l) bits of indices, l = floor(log2(size / nnz)); 16, 8
-    (and 32 per block) or 32 bits per value.   State: none.
+    Cost: 16 bytes; nnz (l + 1) + ceil(size / 2^l) bits for the indices, where l = floor(log2(size /
+    nnz)); per value 16 bits (bf16), 8 bits and 32 per block (int8), or 32 bits (fp32).   State: none.
     Differs from the paper: 23 to 28 bits per entry at 1 % instead of two words (Ok-Topk's COO).
 
     Example:
@@ -101,7 +101,7 @@ class Packed(Codec[SparseVector]):
         return Encoded(payload, SparseVector(vector.indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode a message, and check all bits except those of values, which are all legal."""
+        """Decode a message; check all bits except those of the values, which may be anything."""
         header, body = self.body(payload, size)
         indices, values = packing.unpack(body, header.entries, size, header.option, header.detail)
         return SparseVector(indices, values.to(header.dtype), size)
@@ -135,8 +135,8 @@ def encode_dealt(
 ) -> Parcels:
     """Deal a vector's entries to their owners, and encode a message for every owner except ``rank``.
 
-    Each of P owners has ``ceil(size / P)`` elements.  A message has at most ``limit`` entries,
-    which are those of largest magnitude.
+    Each of the P owners has ``ceil(size / P)`` elements.  A message holds at most ``limit`` entries; if
+    there are more, it holds the largest.
 
     Example:
         >>> from sparsync.wire import Coo
@@ -165,7 +165,7 @@ def encode_dealt(
             own, seen[part] = entries, values[part]
             messages.append(torch.empty(0, dtype=torch.uint8))
             continue
-        # entries that do not fit stay 0 in ``seen``, so the residual keeps them and the law holds
+        # entries that do not fit stay 0 in ``seen``, i.e. undelivered, so the residual keeps them
         fitting = kernels.top(entries.values, limit) if count > limit else slice(None)
         encoded = codec.encode(entries.keep(fitting))
         seen[part][fitting] = encoded.decoded.values
@@ -180,8 +180,8 @@ def decode_sum(
 ) -> SparseVector:
     """Sum the messages of all ranks and this rank's own share, and keep the k largest sums.
 
-    The sum is a left fold in rank order, with the own share in place of ``rank``'s message.  Its bits
-    depend neither on the order of arrival nor on the rank that owns the region.
+    The sum is a left fold in rank order, with this rank's share in place of its message.  The bits of
+    the sum depend neither on the order in which messages arrive nor on the rank that owns the region.
     """
     # a single share may store zeros, which C++ would drop and ``SparseVector.merge`` keeps
     if len(messages) > 1 and _in_cpp(codec, own, messages):
@@ -208,9 +208,10 @@ def decode_undealt(
     """Join the messages of all owners into one vector, and keep its k largest entries; drop zeros.
 
     Returns:
-        The total, and the part of it that ``rank`` delivered.  That part consists of the entries that
-        it ``sent``, as seen by the owners, plus the rounding error of its own message relative to its
-        ``share``: the owner of a region accounts for the rounding of its sums.
+        The total, and the part of it that ``rank`` delivered.  This part consists of two vectors: the
+        entries that it ``sent``, as the owners decoded them, and the rounding error of the message with
+        its sums (``share``), because the owner of a region accounts for the rounding of that region's
+        sums.
     """
     size, width, device = sent.size, share.size, share.values.device
     if _in_cpp(codec, share, messages):

@@ -76,7 +76,8 @@ class _Quantised(Codec[V]):
 
         "l2": ``min(length / s^2, sqrt(length) / s)`` (QSGD, Lemma 3.1).  "max": in the worst block one
         entry is S and all others are the same fraction of the first level, which gives exactly
-        ``(sqrt(1 + (length - 1) / s^2) - 1) / 2`` (our derivation).  Both bounds hold without shrink.
+        ``(sqrt(1 + (length - 1) / s^2) - 1) / 2`` (derived for this library).  Both bounds hold without
+        shrink.
 
         Example:
             >>> Qsgd(bits=4, scale="max").omega(256)
@@ -88,7 +89,7 @@ class _Quantised(Codec[V]):
         return (math.sqrt(1 + max(length - 1, 0) / s**2) - 1) / 2
 
     def round(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scales and codes, and the values that the receiver decodes, in the given dtype."""
+        """Return the bytes of scales and codes, and the decoded values in the dtype of ``values``."""
         single = packing.to_float32(values, packing.FP32)
         blocks = packing.in_blocks(single, self.block)
         finite = blocks.isfinite()
@@ -107,7 +108,7 @@ class _Quantised(Codec[V]):
         return raw, self._values(raw, values.numel()).to(values.dtype)
 
     def unpack(self, header: Header, raw: Tensor) -> Tensor:
-        """Return the values of the scales and codes in ``raw``, with the header's parameters."""
+        """Decode the scales and codes in ``raw`` with the parameters that the header states."""
         option = header.option
         scale: Literal["l2", "max"] = "max" if option & _MAX_SCALED else "l2"
         shrink = bool(option & _SHRUNK)
@@ -118,7 +119,7 @@ class _Quantised(Codec[V]):
         middle = _SCALE_BYTES * -(-count // self.block)
         scales, codes = raw[:middle].clone().view(torch.float32), raw[middle:]  # a copy is aligned
         check_end(codes, self.bits, count)
-        # codes are two's complement, and -s - 1 is NaN
+        # codes are in two's complement; the code -s - 1 stands for NaN and Inf, and is decoded as NaN
         factor = 1 / (1 + self.omega(min(count, self.block))) if self.shrink else 1.0
         s = self.levels
         upper = [factor * code / s for code in range(s + 1)]
@@ -156,20 +157,22 @@ class Qsgd(_Quantised[DenseVector]):
     In a block of scale S, x becomes ``sign(x) S j / s``, where j is ``s |x| / S`` rounded up with a
     probability equal to its fraction, otherwise down; s = ``2^(bits - 1) - 1``.
 
-    Without ``shrink`` the codec is unbiased: the expectation of a decoded value is the given float32, up
-    to 2^-24 of its block's scale (or 2^-149, where that is more); values of a 16-bit dtype are then
-    rounded to that dtype.  A NaN or Inf entry arrives as NaN and does not affect its block's scale.
+    Without ``shrink`` the codec is unbiased: the expected decoded value is the original float32 value,
+    up to 2^-24 of its block's scale (or 2^-149, if that is larger).  For a 16-bit dtype, the decoded
+    values are then rounded to that dtype.  A NaN or Inf entry arrives as NaN and does not affect its
+    block's scale.
 
     Args:
         bits: bits per value, including the sign: 2, 4 or 8.
         block: consecutive entries that share a float32 scale (SparCML, section 6: "in the order of
             1024").
-        scale: "l2" (QSGD's own; its noise grows with the block length) or "max" (less noise).
+        scale: "l2" (as in QSGD; its noise grows with the block length) or "max" (less noise).
         shrink: multiply by ``1 / (1 + omega)``, where omega bounds the variance.  This makes the codec
             ``contractive``, but biased.
         seed: seed of the random numbers, together with the rank and step that ``seeded`` sets.
 
-    Cost: 16 bytes, ``bits`` per value and 32 per block; about 10 passes over the values.   State: none.
+    Cost: 16 bytes, plus ``bits`` bits per value and 32 bits per block; about 10 passes over the values.
+    State: none.
     Differs from the paper: codes of fixed width, not Elias codes; scale "max"; shrink; NaN and Inf
     survive.
 
@@ -192,7 +195,7 @@ class Qsgd(_Quantised[DenseVector]):
         return Encoded(self.message(start, raw), DenseVector(decoded))
 
     def decode(self, payload: Tensor, size: int) -> DenseVector:
-        """Decode a message with the parameters that it states."""
+        """Decode a message with the parameters that its header states."""
         return DenseVector(self.unpack(*self.body(payload, size)))
 
 
@@ -226,7 +229,7 @@ class SparseQsgd(_Quantised[SparseVector]):
         return Encoded(payload, SparseVector(indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode a message with the parameters that it states."""
+        """Decode a message with the parameters that its header states."""
         header, body = self.body(payload, size)
         middle = super().layout(header).value
         indices = packing.unpack_indices(body[middle:], header.entries, size)

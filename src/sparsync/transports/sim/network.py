@@ -1,9 +1,10 @@
 """The simulated network: virtual ranks as coroutines on one event queue, under a virtual clock.
 
-A message of L bytes from s to d leaves when the port of s is free, and occupies it for ``beta L``.  It
-reaches d ``alpha`` later, enters when the receiving port of d is free, and occupies that port for
-``beta L``.  Ports serve messages in order of arrival.  A send is done when its message has entered.
-Runs are deterministic: events at equal times are served in the order in which they were scheduled.
+A message of L bytes from s to d leaves when the sending port of s is free, and occupies it for ``beta
+L``.  It reaches d ``alpha`` later.  When the receiving port of d is free, the message enters, and
+occupies that port for ``beta L``.  Ports serve messages in order of arrival.  A send is done when the
+whole message has entered.  Runs are deterministic: events at equal times are served in the order in
+which they were scheduled.
 
 A rank has one processor.  Work charged to a rank begins at once, and the rank continues when the work is
 done.  Meanwhile, arriving messages still use its ports.
@@ -67,7 +68,7 @@ class SimOperation(Operation):
 
     @property
     def what(self) -> str:
-        """A description of the operation, for the error of a deadlock."""
+        """A description of the operation, for the error raised on a deadlock."""
         return (
             self.verb if self.peer is None else f"{self.verb} {self.peer} in phase '{self.phase}'"
         )
@@ -94,7 +95,7 @@ class Message:
 
 
 class RankTask(Task[Any]):
-    """A coroutine of a rank; the operation ``end`` is done when it has ended."""
+    """A coroutine of a rank; the operation ``end`` is done once the coroutine has ended."""
 
     waits_for: SimOperation
 
@@ -183,7 +184,7 @@ class Network(Generic[T]):
         return max(self.now, self._busy_until[rank])
 
     def charge(self, rank: int, seconds: float) -> None:
-        """Charge a rank with work, which delays everything that it does next."""
+        """Charge a rank with work, which delays everything that the rank does next."""
         self._busy_until[rank] = self.now_of(rank) + seconds
         self.worked[rank] += seconds
 
@@ -225,7 +226,7 @@ class Network(Generic[T]):
         self._served[rank, tag] = callback
 
     def at(self, rank: int, time: float, event: Callable[[], None]) -> None:
-        """Run a callback on a rank at a given time, or, if a fault stalls the rank then, at its end."""
+        """Run a callback on a rank at a given time; if the rank is stalled then, when the stall ends."""
         self._at(time, self._happen, (rank, event))
 
     # ---- the event loop --------------------------------------------------------------------------
@@ -240,7 +241,7 @@ class Network(Generic[T]):
         ready, events = self._ready, self._events
         try:
             while self._open:
-                # time stands still until every coroutine waits; then the next event advances it
+                # time stands still until all coroutines wait; then it advances to the next event
                 while ready:
                     self._resume(ready.popleft())
                 if not self._open:
@@ -250,8 +251,8 @@ class Network(Generic[T]):
                 self.now, _, event, argument = heapq.heappop(events)
                 event(argument)
         finally:
-            # close the tasks even after a deadlock; otherwise the ``finally`` blocks of open coroutines
-            # would run whenever garbage is collected
+            # close the tasks even after an error; otherwise the ``finally`` blocks of open coroutines
+            # would run at some later time, when garbage is collected
             for task in self._tasks.values():
                 task.program.close()
         return [task.result for task in mains]
@@ -259,7 +260,7 @@ class Network(Generic[T]):
     def start(
         self, rank: int, program: Coroutine[Operation, None, Any], *, main: bool = False
     ) -> RankTask:
-        """Run another coroutine of a rank concurrently; return its task, whose ``end`` can be awaited."""
+        """Run another coroutine of a rank side by side; return its task, whose ``end`` can be awaited."""
         task = RankTask(rank, program, main=main)
         self._tasks[id(task)] = task
         self._ready.append(task)
@@ -279,7 +280,8 @@ class Network(Generic[T]):
             return
         task.resume(task.waits_for.error)
         if task.ended:
-            # a rank's last work takes time as well, before others may see that the rank has ended
+            # the rank's last work also takes time, so others may see only after it that the rank has
+            # ended
             if self._busy_until[rank] > self.now:
                 self._at(self._busy_until[rank], self._end, task)
             else:
@@ -292,7 +294,7 @@ class Network(Generic[T]):
                 "awaits nothing but calls of its communicator"
             )
         operation.waiter = task
-        # an operation may have failed before it had a waiter to wake
+        # if the operation has already failed, it had no waiter to wake, so queue the task here
         if operation.error is not None:
             self._ready.append(task)
 
@@ -323,8 +325,8 @@ class Network(Generic[T]):
             self._at(until, self._happen, what)
 
     def _at(self, time: float, event: Callable[[Any], object], argument: Any) -> None:
-        # The sequence number orders events at the same time.  So runs repeat exactly, and the heap never
-        # has to compare callables.
+        # The sequence number orders events that happen at the same time.  So runs repeat exactly, and
+        # the heap never compares callables.
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, event, argument))
 
@@ -334,12 +336,13 @@ class Network(Generic[T]):
         source, dest, _ = message.link
         alpha, beta, out, message.into = self.links.route(source, dest)
         message.seconds = seconds = beta * message.weight.nbytes
-        # with unlimited ports, a message starts at once, and ports only count traffic
+        # with unlimited ports, messages do not wait, and ports only count traffic
         port = self.sending[out]
         leave = max(self.now, port.free) if self._queued else self.now
         port.occupy(leave, seconds, message.phase, message.weight.nbytes)
-        # cut-through: the message reaches the other port alpha after its first byte has left, so an
-        # idle pair of ports takes alpha + beta L, not alpha + 2 beta L
+        # Cut-through: alpha after the first byte has left, the receiving port starts to take bytes in,
+        # while the sending port is still sending.  On idle ports, a message thus takes alpha + beta L,
+        # not alpha + 2 beta L.
         self._at(leave + alpha, self._arrive, message)
 
     def _arrive(self, message: Message) -> None:
@@ -358,7 +361,7 @@ class Network(Generic[T]):
         if until is not None and until < math.inf:
             self._at(until, self._deliver, message)
             return
-        # a send to a dead rank completes as well, because the sender does not learn of the death
+        # a send completes even if the receiver is dead, because the sender does not learn of the death
         self.complete(message.sent)
         if until is not None:
             return
@@ -373,7 +376,7 @@ class Network(Generic[T]):
         mail, posts = self._mail[link], self._posts.get(link)
         while mail and posts:
             message, (operation, capacity) = mail.popleft(), posts.popleft()
-            # this is the receiver's error, raised at its await as with sockets
+            # as with sockets, this is the receiver's error, and is raised at its await
             if message.payload.numel() > capacity:
                 operation.error = ConfigurationError(
                     f"rank {link[1]} posted {capacity} bytes for a {operation.what}, "
@@ -397,7 +400,7 @@ class Network(Generic[T]):
 
 
 def _who_waits(tasks: Iterable[RankTask]) -> str:
-    """List which rank waits for which operation (at most eight ranks)."""
+    """List which rank waits for which operation, for at most eight waits."""
     waiting = sorted(((t.rank, t.waits_for.what) for t in tasks), key=lambda w: w[0])
     lines = [f"rank {rank} waits for {what}" for rank, what in waiting[:8]]
     more = len(waiting) - len(lines)

@@ -42,9 +42,10 @@ class Topology(ABC):
 @final
 @dataclass(frozen=True)
 class Links(Topology):
-    """A network in which all ranks are alike, each with a separate link."""
+    """A network in which every rank has its own link, and all links are alike."""
 
-    # latency in s per message, that of a switched Ethernet hop with the kernel's network stack
+    # latency in s per message; by default, one hop of switched Ethernet, including the kernel's network
+    # stack
     alpha: float = 50e-6
     beta: float = 8e-9  # s per byte, on each port: 1 Gbit/s
     gamma: float = 0.0  # s per byte reduced
@@ -73,9 +74,9 @@ class TwoLevel(Topology):
 
     Attributes:
         ranks_per_node: number of consecutive ranks on a node.
-        inner: links between ranks of a node, each with separate ports.
-        outer: links between nodes; all messages that leave a node share one port, and all that enter it
-            share another.  Its gamma and ``ports`` apply to the whole network.
+        inner: links between the ranks of a node; every rank has its own ports.
+        outer: links between nodes.  All messages that leave a node share one port, and all messages that
+            enter it share another.  The gamma and the ``ports`` of ``outer`` apply to the whole network.
 
     Example:
         >>> two = TwoLevel(4, inner=Links(2e-6, 1e-11), outer=Links(20e-6, 8e-10))

@@ -26,14 +26,14 @@ __all__ = ["Prices", "SimCommunicator", "Simulation", "simulate"]
 T = TypeVar("T")
 
 _ACTOR_TAG = 2**31  # a channel that no unit of a model uses
-# Objects that may be created between two garbage collections.  The number is large because many messages
-# are in flight, and none of them is garbage.
+# Objects that may be created between two garbage collections.  The number is large because the many
+# messages in flight are all objects, and none of them is garbage.
 _YOUNG = 100_000
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Costs of messages apart from the network: packing and unpacking."""
+    """The costs of messages on the ranks, in addition to the network's: packing and unpacking."""
 
     weigh: Callable[[Tensor, Framing], Weight]  # returns the size charged for a message
     # s per entry, charged to the rank that creates a message but not to ranks that forward it
@@ -49,7 +49,8 @@ class SimCommunicator(Communicator):
     def __init__(self, rank: int, network: Network[Any], prices: Prices | None = None) -> None:
         super().__init__(rank, network.world_size, torch.device("cpu"))
         self.network, self.prices = network, prices
-        # remember the last packed payload: it may go to several ranks, but is charged only once
+        # remember the last packed payload, because packing is charged only once if it goes to several
+        # ranks
         self._packed: Tensor | None = None
         self._passes_on = False
 
@@ -61,13 +62,13 @@ class SimCommunicator(Communicator):
     async def compute(self, seconds: float) -> None:
         """Compute for ``seconds`` of virtual time.
 
-        If other coroutines of this rank charge work meanwhile, that work comes first and delays the end.
+        Work that other coroutines of this rank charge in the meantime comes first and delays the end.
         """
         if not seconds >= 0:
             raise ConfigurationError(f"compute: {seconds} s cannot pass; give seconds >= 0")
         end, worked = self.now + seconds, self.network.worked
-        # a rank has one processor: work that is charged during this wait moves the end, and so does work
-        # that is charged during the extension
+        # A rank has one processor, so work that is charged during this wait delays the end.  Loop,
+        # because more work may be charged during the delay.
         while end > self.now:
             before = worked[self.rank]
             await self.network.until(end, f"{seconds} s of computation")
@@ -92,7 +93,7 @@ class SimCommunicator(Communicator):
         return Finished()
 
     def spawn(self, program: Coroutine[Operation, None, Any]) -> Operation:
-        """Run another coroutine of this rank concurrently; return an operation that ends with it."""
+        """Run another coroutine of this rank side by side; return an operation that ends with it."""
         return self.network.start(self.rank, program).end
 
     def host(self, actor: Actor) -> Host:
@@ -126,7 +127,8 @@ class SimCommunicator(Communicator):
     ) -> list[Tensor]:
         """Collect one message per rank; this rank packs only its own, and forwards the others."""
         handle = self
-        # use a copy of the handle, because other coroutines of this rank may send their own messages
+        # set the mark on a copy of the handle, because other coroutines of this rank may meanwhile send
+        # messages that they pack themselves
         if self.prices is not None and self.world_size > 1:
             self._pack(payload, self.prices.weigh(payload, framing))
             handle = copy.copy(self)
@@ -150,8 +152,8 @@ class _Receive(SimOperation):
         yield from super().__await__()
         if not self.booked:
             self.booked = True
-            # book the work at the await rather than on arrival: a rank unpacks a message when it gets
-            # to it
+            # book the work at the await, not on arrival, because a rank unpacks a message only when it
+            # gets to it
             comm = self.comm
             comm.ledger.received(self.phase, self.result.numel())
             if comm.prices is not None:
@@ -198,8 +200,8 @@ class _SimHost(Host):
         self._plan()
 
     def _plan(self) -> None:
-        # ``due`` may have moved to a later time since a tick was planned; a tick that comes too early
-        # plans the next one
+        # ``due`` may have become later since a tick was planned; a tick that comes too early only plans
+        # the next one
         due = self._actor.due
         if due is not None and due != self._planned:
             self._planned = due
@@ -278,7 +280,7 @@ def simulate(
 
 @contextmanager
 def _fewer_collections() -> Iterator[None]:
-    """Collect cyclic garbage less often, because collections took a third of the time."""
+    """Collect cyclic garbage less often, because collections used to take a third of the time."""
     young, *older = gc.get_threshold()
     # a threshold of 0 means that the caller has disabled collection
     gc.set_threshold(max(young, _YOUNG) if young else 0, *older)

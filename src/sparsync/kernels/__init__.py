@@ -105,7 +105,7 @@ def _dispatched(
         tensors = deciding(*arguments)
         backend = backend_of(*tensors, dtype=dtype)
         if in_place and not all(tensor.is_contiguous() for tensor in tensors):
-            # the kernel would change a contiguous copy instead of the caller's tensor
+            # a kernel would change the contiguous copy that is made below, not the caller's tensor
             return getattr(reference, name)(*arguments, **named)
         return getattr(backend, name)(*map(_contiguous, arguments), **named)
 

@@ -1,4 +1,4 @@
-"""How far weights have moved since the last exchange: one pass on a GPU, otherwise two or three."""
+"""Compute how much weights have changed since an exchange, in one pass on a GPU or two or three."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def move_(
 
     Args:
         made: the output, 1-D, with the dtype of ``shared``; shares no memory with the other tensors.
-        shared: as long as ``made``; so are all other tensors.
+        shared: has the length of ``made``, as do all other tensors.
         withheld: None means zeros.
         weights: of any floating-point dtype; None means zeros.
         shown: factor of ``withheld``.
@@ -36,7 +36,8 @@ def move_(
     """
     vectors = [made, shared, *([] if withheld is None else [withheld])]
     every = vectors if weights is None else [*vectors, weights]
-    # a product would have to be rounded as in torch, which differs between devices
+    # with another factor, the product would have to be rounded as in torch, which differs between
+    # devices
     simple = shown == 1.0 and {dtype or torch.float32, every[-1].dtype} <= set(_FLOATS)
     backend = backend_of(*vectors)
     if simple and backend not in (reference, native) and all(v.is_contiguous() for v in every):

@@ -2,7 +2,7 @@
 
 They are built when the package is installed, if there is a C++ compiler.  The instruction set is chosen
 at run time: AVX-512, AVX2, NEON, or plain C++.  The environment variable ``SPARSYNC_KERNELS`` selects
-another one, or disables this module with ``torch``.  Passes over large vectors use up to
+another one; its value ``torch`` disables this module.  Passes over large vectors use up to
 ``torch.get_num_threads()`` threads.
 
 Tensors are passed as addresses.  This module or C++ refuses arguments that would cause accesses out of
@@ -55,8 +55,8 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-# The version of the extension's functions, which native/module.cpp states as well.  An extension built
-# from other sources might take addresses for lengths.
+# The version of the extension's functions; it must equal the one in native/module.cpp, because an
+# extension built from other sources might mistake lengths for addresses.
 _INTERFACE: Final = 10
 
 
@@ -144,8 +144,8 @@ def _collect(
     kernel: Callable[..., int], vectors: tuple[int, ...], key: int, limit: int
 ) -> tuple[Tensor, Tensor] | None:
     n = vectors[-1]
-    # every thread has its own room for ``limit`` entries, which costs nothing until it is written; C++
-    # then joins the results
+    # give every thread room for ``limit`` entries of its own, because memory costs nothing until it is
+    # written; C++ then joins the results
     limit, workers = max(min(limit, n), 0), _workers(n)
     indices, values = empty(workers * limit, torch.int64), empty(workers * limit, torch.float32)
     ends = indices.data_ptr(), values.data_ptr()
@@ -243,7 +243,7 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
 # ---- levels -----------------------------------------------------------------------------------------
 
 
-# bits, block (a multiple of 8), the largest scale, thresholds, levels
+# the fields are: bits, block (a multiple of 8), the largest scale, thresholds, levels
 Levels = tuple[int, int, float, Tensor, Tensor]
 
 
@@ -259,7 +259,7 @@ def quantise(values: Tensor, levels: Levels) -> Tensor:
 def decode_levels_(
     into: Tensor, raw: Tensor, levels: Levels, divisor: float, *, keep: bool
 ) -> None:
-    """Decode and divide, and with ``keep`` add, in one pass."""
+    """Decode and divide; with ``keep``, add to ``into``.  All of this takes one pass."""
     middle = _level_bytes(into.numel(), levels)[0]
     Codes(raw[:middle], raw[middle:], into.numel(), levels).decode_(into, 0, divisor, keep=keep)
 
@@ -328,7 +328,7 @@ class Codes:
 
 
 def sum_codes_(into: Tensor, messages: Sequence[Codes], start: int, own: Tensor | None) -> None:
-    """Write the sum of runs of several messages, plus ``own``; one pass whose sums stay in the cache."""
+    """Write the sum of several messages' runs, plus ``own``, in one pass whose sums stay in the cache."""
     n = into.numel()
     if own is not None and own.numel() != n:
         raise ConfigurationError(f"{own.numel()} values for a sum of {n}")
@@ -346,7 +346,8 @@ def _level_bytes(n: int, levels: Levels) -> tuple[int, int]:
 
 # ---- Adam's moments ---------------------------------------------------------------------------------
 
-# factors of the second moment in the desired step and in the step that was made; eps; learning rate
+# the fields are: the factors of the second moment in the desired step and in the step that was made;
+# eps; the learning rate
 Moments = tuple[float, float, float, float]
 
 
@@ -364,7 +365,7 @@ def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) 
 def lengthen_rows_(
     first: Tensor, second: Tensor, weights: Tensor, factors: Tensor, moments: Moments
 ) -> None:
-    """Do the same with a factor of the second moment per row; the first of ``moments`` is ignored."""
+    """Do the same as ``lengthen_``, but with a desired factor per row instead of ``moments[0]``."""
     n, rows = weights.numel(), len(weights)
     if not first.numel() == second.numel() == n or factors.numel() != rows:
         raise ConfigurationError(
@@ -379,7 +380,8 @@ def lengthen_rows_(
 # ---- exchanges of packed messages -------------------------------------------------------------------
 
 
-# the header with a count of 0, as two integers; form and block of the values; elements per owner
+# the fields are: the header with a count of 0, as two integers; form and block of the values; elements
+# per owner
 Style = tuple[int, int, int, int, int]
 
 
@@ -392,7 +394,7 @@ def deal_and_pack(
     style: Style,
     stride: int,
 ) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]] | None:
-    """Deal entries to owners and pack a message of at most ``stride`` bytes for each except ``rank``.
+    """Deal entries to owners; pack a message of at most ``stride`` bytes for every owner except ``rank``.
 
     Return a message per owner (empty for ``rank``), the values as they will arrive, and the rank's own
     entries; or None if a share has more than ``limit`` entries.
@@ -460,7 +462,8 @@ def _room(pair: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
 # ---- messages of regions -----------------------------------------------------------------------------
 
 
-# the first 8 bytes of a message with a count of 0; the form (0: coo) and the block of its values
+# the fields are: the first 8 bytes of a message with a count of 0; the form of its values (0: coo);
+# their block
 Layout = tuple[int, int, int]
 Share = Tensor | tuple[Tensor, Tensor]  # a message, or indices and values
 
@@ -469,7 +472,7 @@ def cut_messages(
     indices: Tensor, values: Tensor, boundaries: Sequence[int], own: int, layout: Layout
 ) -> list[Tensor]:
     """Cut entries at the boundaries and write one message per region; the message of ``own`` is empty."""
-    # an index takes at most 33 bits plus two for its position, and every message has a header
+    # an entry takes at most 32 bits of value and 35 bits of index, and every message also has a header
     room = 9 * values.numel() + 32 * len(boundaries)
     out = empty(room, torch.uint8)
     given = *_entries(indices, values), list(boundaries), own, layout
@@ -533,7 +536,7 @@ def _entries(indices: Tensor, values: Tensor) -> tuple[int, int, int]:
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """Allocate on the CPU, whatever the default device; unwritten memory costs nothing."""
+    """Allocate on the CPU, whatever the default device is; unwritten memory costs nothing."""
     return torch.empty(count, dtype=dtype, device="cpu")
 
 

@@ -128,7 +128,7 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
     scales = packing.unpack_values(raw, len(blocks), packing.BF16, 1)[:, None]
     negative = (blocks < 0) & (nearest > 0)
     codes = number | negative.to(torch.uint8) << (bits - 1)
-    # zeros and NaN have one encoding each, so equal vectors give equal bytes
+    # allow only one encoding each for zeros and NaN, so that equal vectors give equal bytes
     codes = torch.where(scales > 0, codes, 0)
     return torch.cat([raw, pack_codes(codes.view(-1)[:count], bits)])
 
@@ -156,10 +156,10 @@ def decode_plainly_(
 
 @final
 class Codes:
-    """The scales and codes of ``size`` values, in separate memory that is written and read in runs.
+    """The scales and codes of ``size`` values, in two separate tensors, written and read in runs.
 
-    A run starts at a block, and ends at a block or at the last value.  ``limit`` is the largest scale
-    that is written.
+    A run starts at the start of a block, and ends at the end of a block or at the last value.  ``limit``
+    is the largest scale that is written.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Codes:
         codes.copy_(raw[scales.numel() :])
 
     def decode_(self, into: Tensor, start: int, divisor: float = 1.0, *, keep: bool = True) -> None:
-        """Decode the elements from ``start`` on like ``decode_``; ``into`` may be on another device."""
+        """Decode elements from ``start`` on as ``decode_`` does; ``into`` may be on another device."""
         self.add_difference_(into, start, (), divisor, keep=keep)
 
     def _levels_on(self, device: torch.device) -> native.Levels:
@@ -237,9 +237,9 @@ class Codes:
 
     @staticmethod
     def sum_to_(into: Tensor, messages: Sequence[Codes], start: int, *own: Tensor) -> None:
-        """Write the sum of messages from element ``start`` on, in their order, plus ``own``.
+        """Write the messages' sum, in their order, plus ``own``, from element ``start`` on, to ``into``.
 
-        ``own`` has at most two vectors; if it has two, their sum may overwrite the first.
+        ``own`` is at most two vectors; if there are two, their sum may overwrite the first.
         """
         backend = _backend_for(messages, into, *own)
         if backend is not None and backend is not native:
@@ -260,7 +260,7 @@ class Codes:
 
 def _rows(messages: Sequence[Codes], into: Tensor, start: int) -> Tensor:
     """Return each message's bytes for the elements of ``into``, a row per message, on its device."""
-    # a rank's own messages are on its device, the messages of others in host memory
+    # a rank's own messages are on its device, but other ranks' messages are in host memory
     runs = [torch.cat(message.run(start, into.numel())).to(into.device) for message in messages]
     return torch.stack(runs)
 
@@ -304,7 +304,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     count = codes.numel()
     padded = codes.new_zeros(-(-count // 8) * 8)
     padded[:count] = codes & ((1 << bits) - 1)
-    # a word has eight codes, one per byte: three rounds merge them into pairs, fours and eights
+    # a word holds eight codes, one per byte; three rounds merge them into pairs, fours and eights
     words = padded.view(torch.int64)
     for width in (8, 16, 32) if bits < 8 else ():
         kept = bits * width // 8

@@ -190,7 +190,8 @@ def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
     """Invert ``pack_indices``; raise WireFormatError for bits that this function would not write."""
     low = low_bits(nnz, size)
     order = torch.arange(nnz, device=packed.device)
-    # read the padding as unary as well: a bit set there is an extra index, or one beyond the size
+    # also read the padding as unary: a bit that is set there means an extra index, or one beyond the
+    # size
     unary = packed[nnz * low // 8 :, None] >> torch.arange(8, device=packed.device)
     ones = (unary & 1).flatten()[nnz * low % 8 :].nonzero().flatten()
     if ones.numel() != nnz:
@@ -218,8 +219,8 @@ def to_float32(values: Tensor, form: int) -> Tensor:
     if values.dtype == torch.float64 or (values.dtype == torch.float16 and form != FP32):
         largest = _LARGEST[values.dtype]
         values = torch.where(values.isinf(), values, values.clamp(-largest, largest))
-    # torch considers a single value contiguous whatever its stride, but ``view`` then refuses
-    # another width
+    # set the stride, because torch calls a single value contiguous whatever its stride, but then
+    # ``view`` refuses another width
     return values.to(torch.float32).contiguous().as_strided(values.shape, (1,))
 
 
@@ -240,7 +241,7 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
     # the divisor is a tensor, because CUDA replaces a scalar divisor by its rounded reciprocal
     scales = (peaks / torch.full_like(peaks, _LEVELS)).clamp_(max=_LARGEST_SCALE)
     divisors = torch.where(scales == 0, 1.0, scales)[:, None]
-    # the clamp matters for denormal scales, which are inaccurate
+    # clamp, because denormal scales are inaccurate, so quotients may exceed 127
     codes = (blocks / divisors).round().clamp(-_LEVELS, _LEVELS)
     codes = torch.where(finite, codes, float(_NOT_FINITE)).to(torch.int8).flatten()[:count]
     return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
@@ -254,7 +255,7 @@ def _to_bf16(values: Tensor) -> Tensor:
     rounded = (magnitude + (0x7FFF + ((magnitude >> 16) & 1))) >> 16
     rounded = torch.where(magnitude < _INF, rounded.clamp(max=_LARGEST_BF16), rounded)
     rounded = torch.where(magnitude > _INF, _NAN_BF16, rounded)
-    # the shift copies the sign upwards; keeping the copies makes the int32 fit an int16
+    # the shift copies the sign into the upper bits; with these, the int32 fits into an int16
     return (rounded | ((bits >> 16) & -0x8000)).to(torch.int16)
 
 

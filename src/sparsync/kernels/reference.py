@@ -231,7 +231,7 @@ def deal(indices: Tensor, world_size: int) -> Dealt:
         >>> deal(torch.arange(6), 3).counts
         [2, 2, 2]
     """
-    # stable, so the indices of an owner still ascend
+    # sort stably by owner, so that the indices of each owner still ascend
     group = indices // world_size
     owner = (indices + _turn(group, world_size)) % world_size
     order = torch.argsort(owner, stable=True)

@@ -85,7 +85,7 @@ def _launch(
     kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: int
 ) -> None:
     """Run a kernel on the device of its first argument, after earlier launches there."""
-    # without fused multiply-adds: products and sums are rounded separately, as in the specification
+    # disable fused multiply-adds, because the specification rounds products and sums separately
     with torch.cuda.device(first.device if first.is_cuda else -1):
         kernel[programs,](first, *arguments, **constants, enable_fp_fusion=False)
 
@@ -156,8 +156,8 @@ def _kth(bits: Tensor, k: int) -> Tensor:
     programs = min(blocks, _COUNTING_PROGRAMS)
     rounds = -(-blocks // programs)
     histograms = bits.new_zeros(len(_SHIFTS), _RADIX, dtype=torch.int64)
-    # the state: the higher digits of the k-th largest key, and its rank among the keys that start with
-    # them
+    # ``state`` holds the higher digits of the k-th largest key, and its rank among the keys that start
+    # with these digits
     state = bits.new_zeros(2, dtype=torch.int64)
     state[1:].fill_(k)
     for shift, histogram in zip(_SHIFTS, histograms, strict=True):

@@ -202,7 +202,7 @@ def _decode_levels(
     at = _positions(BLOCK)
     inside = at < n
     values = _decoded(raw_ptr, levels_ptr, at, inside, first, end, row, BITS)
-    # the specification adds to zeros, which turns -0.0 into 0.0
+    # add 0.0, because the specification adds to zeros, which turns -0.0 into 0.0
     if MANY:
         values += 0.0
         others = tl.zeros([BLOCK], tl.float32) if SIGN < 0 else values

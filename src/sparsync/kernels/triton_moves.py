@@ -37,7 +37,7 @@ def move_(
         made,
         shared,
         shared if withheld is None else withheld,
-        # the interpreter has no bf16; its bits are the upper half of a float32
+        # Triton's interpreter has no bf16, so pass the bits, which are the upper half of a float32
         read.view(torch.int16) if read.dtype == torch.bfloat16 else read,
         n,
         WITHHELD=withheld is not None,
@@ -56,7 +56,7 @@ def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) 
 def lengthen_rows_(
     first: Tensor, second: Tensor, weights: Tensor, factors: Tensor, moments: Moments
 ) -> None:
-    """Do the same with a factor of the second moment per row; the first of ``moments`` is ignored."""
+    """Do the same as ``lengthen_``, but with a desired factor per row instead of ``moments[0]``."""
     n, columns = weights.numel(), weights.numel() // max(len(weights), 1)
     given = weights, first, second, factors, n, columns
     _cover(_lengthen, n, *given, *map(float, moments), ROWS=True)

@@ -65,7 +65,7 @@ class Host(ABC):
 
     @abstractmethod
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Run ``function(reply)`` as ``call`` does; the operation's result is the value given to ``reply``.
+        """Run ``function(reply)`` as ``call`` does; the operation's result is the value of the reply.
 
         ``reply`` may be called at once or later; ``where`` names the wait in errors.
         """

@@ -286,7 +286,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine's thread is running, and is not the calling thread; it may then communicate."""
+        """Whether the engine's thread is running and is not the calling thread."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T | Failure]) -> Future[T]:

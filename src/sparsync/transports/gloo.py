@@ -1,4 +1,4 @@
-"""Changing groups over gloo: each change creates a new group outside of ``torch.distributed``."""
+"""Changing groups over gloo: every change creates a new gloo group outside of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class GlooCommunicator(Communicator):
     """One rank of a changing group over gloo, like ``ZmqCommunicator(changing=True)`` over ZeroMQ.
 
     Nothing is encrypted, and peers are trusted: a message that exceeds the receive buffer ends the
-    process.  Collectives are those of ``Communicator``, because gloo's native ones continue in their
+    process.  Collectives are the ones of ``Communicator``; gloo's native ones would continue in their
     threads after a rank is gone.
 
     Args:
-        host: address of this rank; it listens on the interface with this address.
+        host: address of this rank, which listens on the interface that has this address.
         store: the store that this process serves, for groups in which it is rank 0.
         timeout: seconds that any wait may take.
 
@@ -52,19 +52,19 @@ class GlooCommunicator(Communicator):
         self.timeout = check_timeout(timeout)
         self.endpoint = f"{host}:{store.port}"
         self._gloo_device = ProcessGroupGloo.create_device(hostname=host.strip("[]"))
-        # keep the connection to the last rank 0's store, because torch resolves an address whenever it
-        # connects, which may take seconds
+        # keep the connection to the last rank 0's store: torch resolves the address for every new
+        # connection, which may take seconds
         self._own, self._last = store, dict[str, TCPStore]()
         self.group = _Group(partial(self._meet, 0, 0, [self.endpoint]))
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
         """Become a rank of another group; waits in the former group end with an error.
 
-        The ranks of the new group meet in the store of its rank 0 when the first message is sent or
-        received.  Channels must be created again.
+        The ranks of the new group meet in the store of its rank 0, as soon as the first message is sent
+        or received.  Channels must be created again.
         """
-        # close connections before the new group meets, so that peers that still wait in the former
-        # group come as well
+        # close connections before the new group meets, so that peers that still wait in the former group
+        # come, too
         self.give_up()
         self.rank, self.world_size = rank, len(endpoints)
         self.group = _Group(partial(self._meet, rank, job, endpoints))
@@ -84,7 +84,7 @@ class GlooCommunicator(Communicator):
         self.give_up()
 
     def _meet(self, rank: int, job: int, endpoints: list[str]) -> Any:
-        """Create gloo's group directly; ``new_group`` would need a default group of all ranks."""
+        """Create gloo's group directly, because ``new_group`` needs a default group of all ranks."""
         place, seconds = endpoints[0], timedelta(seconds=self.timeout)
         store = self._own if place == self.endpoint else self._last.pop(place, None)
         self._last.clear()
@@ -93,8 +93,8 @@ class GlooCommunicator(Communicator):
             store = TCPStore(host.strip("[]"), int(port), None, False, seconds, False)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads, options._devices = seconds, 1, [self._gloo_device]
-        # the prefix contains the job, because with an earlier group's keys, ranks would connect to old
-        # addresses
+        # the prefix contains the job, because ranks that read an earlier group's keys would connect to
+        # old addresses
         made = ProcessGroupGloo(
             PrefixStore(f"sparsync/{job}", store), rank, len(endpoints), options
         )
@@ -104,9 +104,9 @@ class GlooCommunicator(Communicator):
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send the payload, prefixed by its length if the receiver does not know it."""
         payload = payload.contiguous()
-        # Send length and payload as one message, because two messages would need another call on
-        # either side.  If a receive buffer is too long, gloo fills only its start, and does not
-        # report how much.
+        # Send length and payload as one message, because two messages would need a second call on either
+        # side.  A receive buffer may be longer than the message: gloo then fills only its start, but
+        # does not report how much.
         if framing.variable:
             payload = torch.cat([torch.tensor([payload.numel()]).view(torch.uint8), payload])
         if payload.numel() == 0:
@@ -152,8 +152,8 @@ class _Group:
         if self._over:
             raise RuntimeError("this rank has given the step up")
         if self._gloo is None:
-            # a failed meeting is final: the keys that it left in the store would mislead a second one
-            # in the same job
+            # a failed meeting is final: its keys stay in the store, and would mislead a second meeting
+            # of the same job
             self._over = True
             self._gloo = self._meet()
             self._over = False
@@ -191,7 +191,7 @@ class _Call(Operation):
         try:
             return call()
         except RuntimeError as error:
-            # gloo has no error class for timeouts; its messages contain "Timed out", "timed out" or
+            # gloo has no error class for timeouts, but its texts contain "Timed out", "timed out" or
             # "timeout"
             line = first_line(error).partition(". This is ")[0]
             late = "imed out" in line or "timeout" in line

@@ -1,4 +1,4 @@
-"""The ``Communicator`` over MPI, through mpi4py: messages directly between tensors, native allreduce."""
+"""The ``Communicator`` over MPI, through mpi4py: no copies of messages, and MPI's own allreduce."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _NAP: Final = (
 )
 _LONGEST_NAP: Final = 0.0005  # seconds; MPI moves large messages only while it is called
 _LINGER: Final = 1.0  # seconds that ``close`` waits for messages in flight
-# The dtypes that MPI itself reduces.  For floats it computes only sums, because its max and min may lose
-# a NaN.
+# The dtypes that MPI itself reduces.  Floats are only summed there, because MPI's max and min may lose a
+# NaN.
 _INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS: Final = (torch.float32, torch.float64)
 
@@ -50,17 +50,17 @@ def load_mpi() -> Any:
 class MpiCommunicator(Communicator):
     """One rank of an MPI job.
 
-    Messages are sent point to point, with the channel as tag, directly from and into tensors.  MPI
+    Messages are sent point to point, directly from tensors into tensors; their tag is the channel.  MPI
     reports their length, so no message is padded and no round is spent on sizes.  For integers and float
-    sums, ``allreduce`` is MPI's own, the dense baseline of every comparison.  Between checks, a wait
-    sleeps, because ranks may outnumber the cores.  Only one thread at a time may use a communicator and
-    its channels.
+    sums, ``allreduce`` is MPI's own, which is the dense baseline of every comparison.  Because ranks may
+    outnumber the cores, a wait sleeps between checks.  Only one thread at a time may use a communicator
+    and its channels.
 
     Args:
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None for ``COMM_WORLD``.
         timeout: seconds that any wait may take before it fails with an error.
-        spin: seconds for which a wait polls without a pause before it sleeps between checks.  The default
-            is about the time of a small message when ranks outnumber the cores.
+        spin: seconds for which a wait polls without a pause, before it sleeps between checks.  The
+            default is about the time that a small message takes when ranks outnumber the cores.
 
     Raises:
         ConfigurationError: mpi4py or MPI is missing, MPI lacks thread support, or an argument is wrong.
@@ -87,23 +87,24 @@ class MpiCommunicator(Communicator):
         super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.timeout = check_timeout(timeout)
         self.spin, self.mpi = spin, mpi
-        self.pending: dict[int, _Request] = {}  # MPI accesses their buffers until they end
+        self.pending: dict[int, _Request] = {}  # MPI accesses the buffers of these until they end
         self.tags = 1 + int(comm.Get_attr(mpi.TAG_UB))
-        # This duplicate, whose messages never match the caller's, becomes COMM_NULL when it is freed.
-        # Use Idup, because Dup would wait without a deadline for ranks that never come.
+        # Messages of this duplicate never match the caller's; it becomes COMM_NULL when it is freed. Use
+        # Idup, because Dup would wait without a deadline for ranks that never come.
         self.comm, request = comm.Idup()
         _Request(self, "wait for all ranks to connect", lambda: request).wait()
-        # let MPI return errors, so that they can name rank and phase; its default handler ends the job
+        # let MPI return errors, which ``_Request`` raises with rank and phase; the default handler ends
+        # the job
         self.comm.Set_errhandler(mpi.ERRORS_RETURN)
 
     @classmethod
     def of(cls, comm: Any) -> MpiCommunicator:
-        """Return the communicator that wraps mpi4py's ``comm``; it is kept until ``comm`` is freed.
+        """Return the communicator that wraps mpi4py's ``comm``; it lives until ``comm`` is freed.
 
         The first call is collective.
 
         Raises:
-            ConfigurationError: ``comm`` is null or was freed; or as from the constructor.
+            ConfigurationError: ``comm`` is null or was freed, or one of the constructor's errors.
         """
         mpi = load_mpi()
         require(
@@ -141,7 +142,7 @@ class MpiCommunicator(Communicator):
             return cls(timeout=timeout)
         everyone = world.Get_group()
         group = everyone.Incl(members)
-        # Create_group has no deadline, but its members have just met
+        # Create_group has no deadline, but does not need one: its members have just met
         part = world.Create_group(group)
         try:
             return cls(part, timeout=timeout)
@@ -151,7 +152,7 @@ class MpiCommunicator(Communicator):
             everyone.Free()
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor over ZeroMQ, so that it can sleep until a message arrives from any sender."""
+        """Run an actor over ZeroMQ, where it can sleep until a message arrives from any sender."""
         # imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
@@ -200,12 +201,12 @@ class MpiCommunicator(Communicator):
     ) -> Tensor:
         """Use the native call for integers, and for sums of float32 and float64.
 
-        The ledger books 2 n (P - 1) / P as sent and received.  Native float sums are equal on all
-        ranks, and equal to those of other transports up to rounding.  Max and min of floats, in which
-        MPI may lose a NaN, and dtypes that MPI lacks are reduced point to point.
+        The ledger books 2 n (P - 1) / P as sent and received.  Native float sums are equal on all ranks,
+        and equal to those of other transports up to rounding.  Two cases are reduced point to point: max
+        and min of floats, in which MPI may lose a NaN, and dtypes that MPI lacks.
         """
-        # no other collective is native, because only for this one, point-to-point messages are certain
-        # to be slower: the native call takes 0.4 to 0.9 of their time (``docs/mpi.md``)
+        # Only this collective is native, because only here point-to-point messages are certain to be
+        # slower: the native call takes 0.4 to 0.9 of their time (``docs/mpi.md``)
         native = tensor.dtype in _INTEGERS or (op == "sum" and tensor.dtype in _FLOATS)
         if not native or self.world_size == 1 or tensor.numel() == 0:
             return await super().allreduce(tensor, phase, op, in_place=in_place)
@@ -215,8 +216,8 @@ class MpiCommunicator(Communicator):
             result.view(-1).numpy(),
             {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN},
         )
-        # MPI cannot cancel a collective: one that was abandoned stays pending, and would be matched with
-        # the other ranks' next one
+        # MPI cannot cancel a collective: if this one is abandoned, it stays pending, and would match the
+        # other ranks' next one
         with self.exchange():
             await _Request(
                 self,
@@ -235,7 +236,7 @@ class MpiCommunicator(Communicator):
         return bool(self.mpi.Is_finalized()) or self.comm == self.mpi.COMM_NULL
 
     def rest(self, waited: float, left: float) -> None:
-        """Let other ranks run between checks; MPI would spin, starving ranks that share its core."""
+        """Let other ranks run between checks; MPI itself would spin and starve ranks on the same core."""
         # sleep for an eighth of the time waited so far, so that a wait ends at most an eighth late
         nap = 0.0 if waited < self.spin else min(waited * _NAP, _LONGEST_NAP, left)
         time.sleep(max(nap, 0.0))
@@ -256,18 +257,18 @@ class MpiCommunicator(Communicator):
                 request.drain()
             self.rest(self.spin, until - time.monotonic())
         if self.pending:
-            # MPI may access their buffers until it ends; references held until exit keep the memory
-            # from being reused
+            # MPI may access the buffers of these requests until it ends, so keep references until exit,
+            # lest the memory be reused
             atexit.register(list, self.pending.values())
         self.comm.Free()  # MPI frees it once all pending operations have ended
 
 
 @functools.cache
 def _key(mpi: Any) -> int:
-    """Return the key of the attribute that stores our communicator and closes it with the user's."""
+    """Return the key of the MPI attribute that holds an ``MpiCommunicator`` and closes it."""
     # Attributes are MPI's own way for libraries to attach data to a communicator: duplicates do not
-    # inherit them, and freeing the communicator deletes them.  A weak reference would not work, because
-    # several mpi4py objects may refer to one communicator.
+    # inherit them, and freeing the communicator deletes them.  A weak dictionary of mpi4py objects would
+    # not work, because several such objects may refer to one communicator.
     key: int = mpi.Comm.Create_keyval(delete_fn=lambda _comm, _key, kept: kept.close())
     return key
 
@@ -280,9 +281,9 @@ class _Request(Operation):
         start: calls MPI; the request that it returns keeps the buffers alive.
         finish: takes the status and returns the result; None if there is no result.
         receiving: the request is a receive, so it may be cancelled.
-        late: start at the first wait.  All ranks must start the collectives of an MPI communicator in
-            the same order.  With several channels in flight, a rank waits only for the oldest, which is
-            the same one on all ranks.
+        late: start only at the first wait.  All ranks must start the collectives of an MPI communicator
+            in the same order.  If several channels are in flight, a rank waits only for the oldest,
+            which is the same one on all ranks.
     """
 
     def __init__(
@@ -308,7 +309,7 @@ class _Request(Operation):
             self.poll(0.0, begin=True)
 
     def poll(self, seconds: float, *, begin: bool = False) -> bool:
-        """Wait at most ``seconds``, or less while other channels are in flight, so that they progress."""
+        """Wait at most ``seconds``; wait less if other channels are in flight, so that they progress."""
         if self.native is None and (begin or seconds > 0):
             self._begin()
         if self._ended() or seconds <= 0:
@@ -316,7 +317,8 @@ class _Request(Operation):
         comm, now = self.comm, time.monotonic()
         if self.waiting_since is None:
             self.waiting_since = now
-        # the deadline counts from the first wait: a receive may be posted long before its message comes
+        # count the deadline from the first wait, because a receive may be posted long before its message
+        # comes
         deadline = self.waiting_since + comm.timeout
         if any(other.comm.tag != comm.tag for other in comm.pending.values()):
             seconds = min(seconds, _LONGEST_NAP)
@@ -371,8 +373,8 @@ class _Request(Operation):
         except self.comm.mpi.Exception as error:
             self.comm.pending.pop(id(self), None)
             raise self._failure(error) from error
-        # remove it from the pending requests even if ``finish`` raises: MPI has ended the request, so it
-        # must not be tested again
+        # no longer pending, even if ``finish`` raises: MPI has ended the request, which must not be
+        # tested again
         self.comm.pending.pop(id(self), None)
         if self.finish is not None:
             self.result = self.finish(self.status)

@@ -1,4 +1,4 @@
-"""Connect the ranks of a process group: over ``torch.distributed`` itself, ZeroMQ or MPI."""
+"""Connect the ranks of a process group over ``torch.distributed`` itself, over ZeroMQ or over MPI."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def connect_group(
     Args:
         group: the process group whose members are the ranks; None for the default group.
         transport: "torch" (gloo), "zmq" (a separate mesh), "mpi" (for ranks started by mpiexec), or
-            "auto", which is zmq: there, sparse exchanges took 5 to 10 % less time and fewer bytes than
-            over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
+            "auto", which means zmq.  Over zmq, sparse exchanges took 5 to 10 % less time and fewer bytes
+            than over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.
         connect_timeout: seconds that opening zmq's connections may take.
         sockets: for zmq: ``interface``, ``port_range``, ``advertise`` and ``curve_keys``.
 
     Raises:
-        ConfigurationError: the transport is unknown, or has no sockets but settings for sockets are
-            given.
+        ConfigurationError: the transport is unknown, or settings for sockets are given but the transport
+            has none.
         DeadlineError: names the ranks that did not arrive in time.
     """
     check_transport(transport, sockets)
@@ -94,7 +94,7 @@ def connect_group(
 
 
 def check_transport(transport: str, sockets: Mapping[str, Any]) -> None:
-    """Refuse an unknown transport, and settings of zmq's sockets that are invalid or for any other."""
+    """Refuse unknown transports, invalid settings of zmq's sockets, and such settings without zmq."""
     if transport not in TRANSPORTS:
         raise ConfigurationError(
             f"unknown transport {transport!r}; choose one of {', '.join(TRANSPORTS)}"
@@ -113,8 +113,8 @@ def check_transport(transport: str, sockets: Mapping[str, Any]) -> None:
 class TorchCommunicator(Communicator):
     """One rank of a process group, or of the default group if ``group`` is None.
 
-    With gloo, CUDA tensors are staged through host memory.  NCCL has no channels and needs both sides
-    of a message to know its length, so it serves only the native collectives.
+    With gloo, CUDA tensors are staged through host memory.  With NCCL, only the native collectives are
+    possible, because NCCL has no channels, and both sides of a message must know its length.
     """
 
     pads = True
@@ -132,8 +132,8 @@ class TorchCommunicator(Communicator):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
         self.group, self.timeout = group, timeout
-        # These calls are private, because torch has no public way to read a group's timeout.  If it is
-        # shorter than ours, gloo ends a collective at the group's timeout without saying so.
+        # These calls are private, because torch has no public way to read a group's timeout.  gloo ends
+        # a collective at that timeout without saying so, even if ``timeout`` is longer.
         own = group or distributed_c10d._get_default_group()
         options = getattr(own._get_backend(self.device), "options", None)
         longest = options._timeout.total_seconds() if options is not None else timeout
@@ -154,11 +154,11 @@ class TorchCommunicator(Communicator):
             return Finished()
         with _named(self, where):
             work = dist.isend(payload, group=self.group, group_dst=dest, tag=self.tag)
-        # the default argument ``keep`` keeps the payload alive, which gloo reads until the request ends
+        # gloo reads the payload until the request ends, so the default argument ``keep`` keeps it alive
         return _Call(self, where, lambda keep=payload: work)  # type: ignore[misc]
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Start ``irecv`` into a buffer of ``capacity`` bytes; the message's header has its length.
+        """Start ``irecv`` into a buffer of ``capacity`` bytes; the message's header states its length.
 
         gloo accepts a message shorter than the buffer, and does not report its length.
         """
@@ -217,15 +217,15 @@ class TorchCommunicator(Communicator):
     ) -> list[Tensor]:
         """Use the native call, with each message padded to its sender's capacity.
 
-        This is a single call with one message to every rank; gloo's point-to-point messages take 4 ms
-        or more per round.
+        This is a single call with one message to every rank, because gloo's point-to-point messages take
+        4 ms or more per round.
         """
         rank, own = self.rank, capacities[self.rank]
         others = [r for r in range(self.world_size) if r != rank]
         if not others:
             return list(payloads)
-        # zero the rows, because padding is sent as well, and must not reveal old contents of this
-        # memory
+        # zero the rows, because the padding is sent, too, and must not reveal what was in this memory
+        # before
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
         parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):
@@ -268,7 +268,7 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
     Args:
         comm: communicator of this rank.
         where: the operation in progress and its peer, in words.
-        among_all: the operation involves all ranks, so its peers are all the others.
+        among_all: whether the operation involves all ranks, so that all other ranks are its peers.
     """
     started = time.monotonic()
     comm.check_open()
@@ -286,10 +286,10 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
             gone = comm.roll.missing()
             alive = f"{gone}."
         else:
-            # do not wait, only report this rank's failure: once it ends, collectives of other ranks
-            # fail, and those ranks ask who has reported
+            # only report this rank's failure, without waiting: once this rank ends, collectives of other
+            # ranks fail, and those ranks ask who has reported
             comm.roll.missing(patience=0.0)
-        # gloo does not say that its deadline has passed, so the clock must tell
+        # gloo does not say whether its deadline has passed, so look at the clock
         if seconds > 0.95 * comm.patience:
             raise DeadlineError(
                 f"{place} did not complete within {comm.timeout:g} s; {alive} "
@@ -304,7 +304,7 @@ def break_off(gloo: Any, world_size: int) -> None:
     gloo closes a connection when a wait on it times out; up to torch 2.7, there is no other way.
     """
     for peer in range(world_size):
-        # provoke a timeout by waiting for a message that no rank ever sends
+        # provoke a timeout: wait for a message that no rank ever sends
         with suppress(RuntimeError, ValueError):  # the peer is already gone, or is this rank
             gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, NEVER).wait(_AT_ONCE)
 
@@ -313,7 +313,7 @@ def break_off(gloo: Any, world_size: int) -> None:
 class _Call(Operation):
     """A native request in flight, or a collective that starts when it is first waited for.
 
-    All ranks must start a group's collectives in the same order.  With several channels in flight, a
+    All ranks must start a group's collectives in the same order.  If several channels are in flight, a
     rank waits only for the oldest, which is the same one on all ranks.
 
     Args:
@@ -322,7 +322,8 @@ class _Call(Operation):
         start: returns the request, or None if there is nothing to wait for.
         finish: returns the result once the request is done.
         among_all: as in ``_named``.
-        started: the request is already in flight, so ``start`` may be called at any time to inspect it.
+        started: whether the request is already in flight, so that ``start`` may be called at any time to
+            inspect it.
     """
 
     def __init__(
@@ -360,7 +361,7 @@ class RollCall:
     """Finds out which ranks are missing after a native collective has failed; gloo does not say.
 
     A rank whose exchange has failed reports this in the group's store; a dead or stuck rank does not.
-    Live ranks may report late, so the named ranks include the one to blame, and possibly others.
+    Live ranks may report late, so the ranks that are named include the one to blame and possibly others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
@@ -380,8 +381,8 @@ class RollCall:
                     missing.difference_update([r for r in missing if store.check([str(r)])])
                     time.sleep(_LOOK)
 
-        # ask on a separate thread that can be abandoned: the store's host may be stuck as well, and a
-        # call would last until the store's timeout
+        # ask on a separate thread, which can be abandoned: the store's host may be stuck, too, and then
+        # a call lasts until the store's timeout
         thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
         thread.start()
         thread.join(2 * _PATIENCE)
@@ -409,7 +410,7 @@ class Groups:
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all ranks of the world, in rank order.
 
-        Ranks meet through the store, because gloo would not say which rank is missing.
+        The ranks meet through the store, because gloo would not say which rank is missing.
         """
         return [card["numbers"] for card in self._cards(lambda: {"numbers": list(numbers)})]
 
@@ -423,8 +424,8 @@ class Groups:
         This is collective; the groups of different ranks are equal or disjoint.
 
         Raises:
-            ConfigurationError: the interface configured for gloo does not exist, or cannot be reached
-                from another rank's.
+            ConfigurationError: the interface configured for gloo does not exist, or another rank's
+                interface cannot reach it.
             CommunicationError: a rank of the group is gone, late, or cannot be reached.
         """
 
@@ -439,8 +440,8 @@ class Groups:
         several = check_places(places)
         place = places[dist.get_rank()]
         every = sorted({tuple(card["numbers"]) for card in cards})
-        # By default all ranks of the job must call ``new_group``.  With local synchronisation only the
-        # members must, which is necessary if ranks outside the world never get here.
+        # By default, all ranks of the job must call ``new_group``.  If some ranks are outside the world
+        # and never get here, use local synchronisation, for which only the members must call it.
         options: Any = {} if self._all else {"use_local_synchronization": True}
         seconds = min(self.timeout, self._connect_timeout)
         for members in every if self._all else [tuple(ranks)]:
@@ -462,7 +463,7 @@ class Groups:
                     f"({reason})"
                 ) from error
             if dist.get_rank() in members:
-                # so far the timeout has limited connecting; from now on it limits waits
+                # until here, the timeout has limited connecting; from now on, it limits waits
                 _set_timeout(timedelta(seconds=self.timeout), group)
                 self._made.append(group)
         return self._made[-1]
@@ -484,8 +485,8 @@ class Groups:
             dist.destroy_process_group(group)
             if not self._all and name is not None:
                 # torch names such a group after its ranks and the number of existing groups.  A later
-                # group with the same name would find this group's addresses in the store.  So a dummy
-                # object keeps the name taken.
+                # group with the same name would find this group's addresses in the store.  So register a
+                # dummy object, which keeps the name taken.
                 names[_Reserved()] = name  # type: ignore[index]
 
 

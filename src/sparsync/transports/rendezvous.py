@@ -334,7 +334,7 @@ class GlooPlace:
         return several and self.near and bool(self.far)
 
     def listening(self, *, several: bool) -> AbstractContextManager[None]:
-        """Return a context in which gloo listens at this place, but, with ``several`` networks, not on loopback.
+        """Return a context in which gloo listens here; with ``several`` networks, not on loopback.
 
         A hosts file such as Debian's may map the machine's own name to 127.0.1.1, where ranks on other
         networks cannot reach it.
@@ -492,7 +492,7 @@ def check_sockets(sockets: Mapping[str, Any]) -> None:
 
 
 def _check_advertised(advertise: object) -> None:
-    """Refuse a text that is neither a host name nor an IP address, which ranks would report much later."""
+    """Refuse a text that is no host name or IP address; ranks would report it much later."""
     host = advertise.strip("[]") if isinstance(advertise, str) else ""
     # a single colon would precede a port; an IPv6 address has at least two
     fits = re.fullmatch(r"[^\s\[\]/:]+", host) or (host.count(":") > 1 and _is_address(host))

@@ -52,31 +52,32 @@ _MEMORY_TICK: Final = (
 class ZmqCommunicator(Communicator):
     """One rank of a group that communicates over ZeroMQ.
 
-    Every rank binds one incoming socket and opens a link to every other rank.  Only one thread at a
-    time may use a communicator and its channels (hand them over with a lock or a queue, never during a
-    call); meanwhile, ZeroMQ's own threads move the bytes.  A communicator does not survive a fork.
-    Close it, or leave its ``with`` block, so that the last messages are delivered.
+    Every rank binds one incoming socket and opens a link to every other rank.  Only one thread at a time
+    may use a communicator and its channels; hand them over with a lock or a queue, never during a call.
+    ZeroMQ's own threads move the bytes in the background.  A communicator does not survive a fork. Close
+    it, or leave its ``with`` block, so that the last messages are delivered.
 
     Args:
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks P.
-        store: where the ranks publish their addresses: any ``torch.distributed`` store, or another
-            communicator of the same ranks.
+        store: the place where the ranks publish their addresses: any ``torch.distributed`` store, or
+            another communicator of the same ranks.
         interface: the IP address or the name of the only interface to bind.  Default:
-            ``GLOO_SOCKET_IFNAME``, or the interface on the route to the store's host or rank 0's.
-        port_range: first and last port that may be bound, for firewalls: a rank takes one, and another
+            ``GLOO_SOCKET_IFNAME``, or the interface on the route to the store's host or to rank 0's
+            host.
+        port_range: first and last port that may be bound, for firewalls; a rank takes one, and a second
             one for actors.  Default: any free port.
-        advertise: the address at which the others reach this rank if it is not the interface's, e.g. the
-            address of a static NAT that forwards ``port_range`` to this machine.
-        timeout: seconds that any wait may take before it fails with an error; a rank may stall for as
-            long.
+        advertise: the address at which the others reach this rank, if it differs from the interface's,
+            e.g. the address of a static NAT that forwards ``port_range`` to this machine.
+        timeout: seconds that any wait may take before it fails with an error; for so long, a rank may
+            stall.
         connect_timeout: seconds that opening the connections between ranks may take.
-        curve_keys: a directory written by ``make_curve_keys``.  Messages are encrypted, and only ranks
-            with a listed key may connect, each under its own number.  With None, messages are not
-            encrypted, and each rank has a random password; anybody who listens on the network can
-            read both, so only use trusted networks.
-        changing: the group may change (see ``regroup``).  ``curve_keys`` is then a directory with a
-            single secret key, this rank's, or the file of that key.
+        curve_keys: a directory written by ``make_curve_keys``.  Messages are then encrypted, and only
+            ranks with a listed key may connect, each under its own number.  With None, messages are not
+            encrypted, and each rank has a random password.  Anybody who listens on the network can read
+            both, so use trusted networks only.
+        changing: whether the group may change (see ``regroup``).  ``curve_keys`` is then a directory
+            with a single secret key, which is this rank's, or the file of that key.
 
     Attributes:
         dropped: refused messages, counted by reason (malformed, of another job, ...).
@@ -124,12 +125,12 @@ class ZmqCommunicator(Communicator):
         }
 
         opened = list[Mesh]()
-        # call this here rather than in ``ready``: it is collective, and ``ready`` ends early on a rank
-        # with an error
+        # call this here, not in ``ready``: it is collective, and ``ready`` may fail before it on some
+        # rank
         meeting = host_of_rank_0(store) if isinstance(store, Communicator) else store
 
         def ready() -> dict[str, Any]:
-            """Start to listen; if that fails, all ranks learn of the error when they meet."""
+            """Start to listen; if this fails, all ranks learn of the error when they meet."""
             check_sockets(self._sockets)
             keys = None
             if curve_keys is not None:
@@ -147,8 +148,8 @@ class ZmqCommunicator(Communicator):
                 changing=changing,
             )
             opened.append(mesh)
-            # Every rank draws a number, and all use rank 0's.  Messages of a former job on the same ports
-            # have a different number and are refused.
+            # Every rank draws a job number, and all ranks use rank 0's.  Messages of a former job on the
+            # same ports have a different number and are refused.
             job = secrets.randbits(63)
             card = {"endpoint": mesh.endpoint, "keys": keys.digest if keys else "", "job": job}
             card["world_size"] = world_size
@@ -157,7 +158,7 @@ class ZmqCommunicator(Communicator):
             return {**card, "reach": [network(), families, advertise is not None]}
 
         try:
-            # all ranks listen before any of them connects, because links do not retry
+            # all ranks listen before any rank connects, because links do not retry
             cards = convene(store, rank, world_size, ready, timeout)
             opened[0].connect(*_agreed(rank, cards))
         except BaseException:
@@ -170,17 +171,17 @@ class ZmqCommunicator(Communicator):
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
         """Become a rank of another group; receives in the former group end with an error.
 
-        Sends to ranks that are gone also fail; other sends that wait for room end at their deadline.
-        The sockets stay: only links to new ranks are opened, and links to former ranks are closed.
+        Sends to ranks that are gone also fail; other sends that wait for room end at their deadline. The
+        incoming socket stays: only links to new ranks are opened, and links to former ranks are closed.
         Messages of the new group that arrived early are kept.  Channels must be created again.  An
-        endpoint is the ``mesh.endpoint`` of a rank: its address, a blank and its password or, with keys,
-        its public key.
+        endpoint is the ``mesh.endpoint`` of a rank, i.e. its address, followed by a blank and its
+        password or, with keys, its public key.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)
 
     def give_up(self) -> None:
-        """Make all waits of the other ranks of this group end with an error."""
+        """Make all waits of this group's other ranks end with an error."""
         self.mesh.give_up()
 
     def host(self, actor: Actor) -> Host:
@@ -213,14 +214,14 @@ class ZmqCommunicator(Communicator):
                     "send it in parts, a model in more units"
                 )
             link = mesh.links[dest]
-            # The receiver checks the sequence numbers of a link and channel: a gap means a lost message,
-            # which ZeroMQ would not report.
+            # The receiver checks the sequence numbers of every link and channel, because a gap means a
+            # lost message, which ZeroMQ would not report.
             flags = APART if length > limits.INLINE else 0
             sequence = link.next_sequence(self.tag)
             facts = self.rank, mesh.job, self.tag, number, ledger.step, local, sequence, length
             header = Header(flags, *facts).pack()
-            # All ranks often get the same payload.  Header and payload are then joined once, in frames
-            # that the copies share; each copy has its own state.
+            # All ranks often get the same payload.  Its frames are then made only once, and the copies
+            # of the parcel share them; each copy has its own state.
             if last is None or payload is not last[1] or header != last[0]:
                 last = header, payload, Parcel(header, payload)
             parcel = copy.copy(last[2])
@@ -263,9 +264,9 @@ class ZmqCommunicator(Communicator):
     ) -> list[Tensor]:
         """Send to all ranks, with rotated destinations, then receive in any order, as one operation.
 
-        The messages of one operation are polled together, which costs less than one turn per message
-        (see ``Mesh.advance``).  They equal the messages of ``Communicator.alltoallv``, so a rank may call
-        one of the two and its peers the other.
+        Messages of one operation are polled together, which costs less than one turn per message (see
+        ``Mesh.advance``).  They are the same messages as in ``Communicator.alltoallv``, so one rank may
+        call this method while its peers call that one.
         """
         rank, world_size = self.rank, self.world_size
         around = [(rank + shift) % world_size for shift in range(1, world_size)]
@@ -293,7 +294,7 @@ class ZmqCommunicator(Communicator):
         return received
 
     def abort(self) -> None:
-        """End all waits within two ticks; a ``close`` then ends 4.5 s after this call at the latest."""
+        """End all waits within two ticks; ``close`` then returns at most 4.5 s after this call."""
         super().abort()
         self.mesh.abort()
 
@@ -304,7 +305,7 @@ class ZmqCommunicator(Communicator):
 
 
 class _Wait(Operation):
-    """An operation that drives the progress of all others while it waits.
+    """An operation that, while it waits, makes all other operations progress.
 
     Its deadline counts from the first wait.  If the length of the payload is known, the deadline is
     extended by one second per MiB.
@@ -312,7 +313,7 @@ class _Wait(Operation):
 
     def __init__(self, mesh: Mesh, timeout: float, nbytes: int) -> None:
         self.mesh = mesh
-        # expect every link to carry at least 1 MiB/s: a long payload is no reason to give up
+        # expect every link to carry at least 1 MiB/s, because a long payload is no reason to give up
         self.timeout = timeout + nbytes // limits.PIECE
         self.deadline: float | None = None
 
@@ -324,8 +325,8 @@ class _Wait(Operation):
     def begin(self, seconds: float) -> float:
         """Return the time at which a poll that may wait ``seconds`` must return."""
         now = time.monotonic()
-        # an operation that is only polled has no deadline yet: with several in flight, only the oldest
-        # one is waited for
+        # an operation that is only polled gets no deadline: with several in flight, a rank waits only
+        # for the oldest
         if seconds > 0 and self.deadline is None:
             self.deadline = now + self.timeout
         return now + seconds
@@ -333,8 +334,8 @@ class _Wait(Operation):
     def check(self, now: float, where: object, peer: int | None) -> None:
         """Raise an error after the deadline.
 
-        The error says whether the peer was reached at all, and which messages and connections were
-        refused, because that reveals a wrong key or version.
+        The error says whether the peer was reached at all.  It also says which messages and connections
+        were refused, because that reveals a wrong key or version.
 
         Args:
             now: time on the monotonic clock.
@@ -370,9 +371,9 @@ class _Send(_Wait):
             if self.parcel.tracker is None:
                 self.mesh.advance(until - now)
             else:
-                # ZeroMQ has accepted the message and is reading the payload's memory.  Its tracker cannot
-                # be polled together with sockets, so wait only briefly, and receive incoming messages in
-                # between.
+                # ZeroMQ has accepted the message and is reading the payload's memory.  The message's
+                # tracker cannot be polled together with sockets.  So wait for it only briefly, and
+                # receive incoming messages in between.
                 try:
                     self.parcel.tracker.wait(max(min(until - now, _MEMORY_TICK), 0.0))
                 except zmq.NotDone:
@@ -390,7 +391,7 @@ class _Send(_Wait):
 
 @final
 class Receive(_Wait):
-    """One or more receives that may end in any order; the result is the payload of the first one."""
+    """One or more receives that may end in any order; the result is the first receive's payload."""
 
     def __init__(self, claims: Sequence[Claim], mesh: Mesh, ledger: Ledger, timeout: float) -> None:
         super().__init__(mesh, timeout, sum(claim.capacity for claim in claims if claim.exact))
@@ -413,7 +414,7 @@ class Receive(_Wait):
         """
         if not self._settled():
             mailboxes = self.mesh.mailboxes
-            # this sum is constant while only messages for this operation arrive
+            # this sum does not change as long as only messages for this operation arrive
             others = mailboxes.handed + len(self._waiting)
             until = self.begin(seconds)
             now = until - seconds
@@ -457,7 +458,7 @@ def _staged(payload: Tensor) -> Tensor:
         return payload
     pinned = torch.empty_like(payload, device="cpu", pin_memory=payload.is_cuda)
     pinned.copy_(payload, non_blocking=True)
-    # without a synchronisation, ZeroMQ would read the memory before the queued copy has run
+    # synchronise, because ZeroMQ would otherwise read the memory before the queued copy has run
     if payload.is_cuda:
         torch.cuda.current_stream(payload.device).synchronize()
     return pinned
@@ -485,8 +486,8 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
                 "resolve, or an "
                 "IP address"
             ) from error
-    # if the hosts file maps a host name to 127.0.1.1, a rank would bind the loopback interface, where
-    # ranks of other machines cannot reach it
+    # "interface" differs if a hosts file maps one rank's host name to 127.0.1.1: that rank has bound
+    # loopback, where ranks of other machines cannot reach it
     places = ["loopback" if local else "reachable" for local in near]
     told = ", ".join(f"rank {peer} {address}" for peer, address in enumerate(addresses))
     for what, values, cure in (
@@ -518,7 +519,7 @@ def _check_reachable(
             another machine.
     """
     owners = dict[str, int]()
-    # one rank represents its network, because the ranks of a network have the same interfaces
+    # one rank stands for all ranks of its network, because they have the same interfaces
     others = {place: peer for peer, (place, _, _) in reversed([*enumerate(reach)])}
     for peer, (address, (place, _, advertised)) in enumerate(zip(addresses, reach, strict=True)):
         if advertised:
@@ -548,7 +549,7 @@ def host_over(
 ) -> Host:
     """Run an actor over a mesh of the ranks of ``comm``, whatever its transport; this is collective.
 
-    The ranks meet in ``store``.  The timeout is that of ``comm``; ``options`` are passed to
+    The ranks meet in ``store``.  The mesh has the timeout of ``comm``; ``options`` are passed to
     ``ZmqCommunicator``.
     """
     if comm.world_size == 1:

@@ -1,4 +1,4 @@
-"""Decide which peers may connect, and as which rank, by keys or a password (ZeroMQ's RFCs 24 to 27)."""
+"""Decide by keys or a password which peers may connect, and as which rank (ZeroMQ's RFCs 24 to 27)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by RFC 27
 @final
 @dataclass(frozen=True)
 class CurveKeys:
-    """The keys that one rank holds: its own pair, and the public keys of the other ranks."""
+    """The keys that one rank holds: its own key pair, and the public keys of the other ranks."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -61,11 +61,11 @@ class CurveKeys:
 @final
 @dataclass(frozen=True)
 class Password:
-    """The guard used without keys: a rank's random word, which its group gets along with its address.
+    """The guard used without keys: a rank's random word, which its group gets with its address.
 
-    The word keeps strangers out before ZeroMQ accepts a message from them.  That matters because
-    ZeroMQ collects all parts of a message, however many there are, before this process sees the first
-    one.  The word is not encrypted, so it does not stop anybody who listens on the network.
+    The word keeps strangers out before ZeroMQ accepts a message from them.  This matters because ZeroMQ
+    collects all frames of a message, however many there are, before this process sees the first one. The
+    word is not encrypted, so it does not stop anybody who listens on the network.
     """
 
     word: bytes = field(default_factory=lambda: secrets.token_hex(16).encode(), repr=False)
@@ -77,7 +77,7 @@ class Password:
 
     def show(self, socket: zmq.Socket[Any]) -> None:
         """Make a socket that is not connected yet present the word."""
-        # ZeroMQ refuses an empty password, which an endpoint without a word would yield
+        # an endpoint without a word would give an empty password, which ZeroMQ refuses
         socket.plain_username, socket.plain_password = b"rank", self.word or b"none"
 
 
@@ -120,8 +120,8 @@ def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
         )
     made = []
     for rank in range(ranks):
-        # create the files first: pyzmq would use the umask's mode, often readable by all, but an
-        # existing file keeps its mode
+        # Create the secret file first, because an existing file keeps its mode: pyzmq would create a
+        # file with the umask's mode, which is often readable by all.
         (directory / f"rank-{rank}.key_secret").touch(0o600, exist_ok=False)
         public, _ = zmq.auth.create_certificates(directory, f"rank-{rank}")
         made.append(Path(public))
@@ -134,8 +134,8 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
     Raises:
         ConfigurationError: a file is missing or not a certificate, or two ranks share a key.
     """
-    # every rank needs its own key, because the key identifies the sender: two ranks with the same key
-    # could impersonate each other
+    # every rank needs a different key, because the key identifies the sender: two ranks with the same
+    # key could impersonate each other
     publics = [_load(Path(directory) / f"rank-{r}.key")[0] for r in range(world_size)]
     public, secret = _load(Path(directory) / f"rank-{rank}.key_secret")
     if secret is None or public != publics[rank] or len(set(publics)) != world_size:
@@ -147,14 +147,14 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
 
 
 def own_curve_keys(place: Path | str) -> CurveKeys:
-    """Read the keys of a rank whose number changes: its own pair, and all members' public keys.
+    """Read the keys of a rank whose number may change: its own pair, and all members' public keys.
 
     Args:
         place: a folder with the public keys and one secret key, or the file of a secret key in such a
             folder.
 
     Raises:
-        ConfigurationError: there are several secret keys or none, or no public key fits the secret one.
+        ConfigurationError: there are several secret keys or none, or no public key fits the secret key.
     """
     place = Path(place)
     secrets = sorted(place.glob("*.key_secret")) if place.is_dir() else [place]
@@ -185,17 +185,17 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 @final
 class Doorkeeper:
-    """Tells ZeroMQ which peers may connect; ``user`` returns the name of a peer, or None to refuse it.
+    """Tells ZeroMQ which peers may connect; ``user`` returns a peer's name, or None to refuse the peer.
 
-    This runs on a separate thread, because peers connect while the rank computes.  The thread ends
+    This runs on a separate thread, because peers may connect while the rank computes.  The thread ends
     with the context.
     """
 
     def __init__(
         self, context: zmq.Context[Any], user: Callable[[list[bytes]], bytes | None]
     ) -> None:
-        # bind this before the socket that it guards: as long as nothing answers at this endpoint, CURVE
-        # accepts every key
+        # bind this socket before the one that it guards: as long as nothing answers at this endpoint,
+        # CURVE accepts every key
         socket = context.socket(zmq.REP)
         socket.bind(ZAP_ENDPOINT)
         self.refused = 0
@@ -226,7 +226,7 @@ def zap_reply(request: list[bytes], user: bytes | None) -> list[bytes]:
 
 
 def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
-    """Return the key proven by a ZAP request, as the user's name, if it is listed."""
+    """Return the key that a ZAP request has proven, as the user's name, if the key is listed."""
     if len(request) == 7 and request[5] == b"CURVE" and len(request[6]) == 32:
         key = z85.encode(request[6])
         return key if key in listed else None
@@ -234,8 +234,8 @@ def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
 
 
 def plain_user(request: list[bytes], word: bytes) -> bytes | None:
-    """Return the name in a ZAP request with the right password."""
-    # compare in constant time, so that the delay of an answer does not reveal how much of a guess is
+    """Return the name in a ZAP request if its password is right, otherwise None."""
+    # compare in constant time: otherwise, the time of an answer would reveal how much of a guess is
     # right
     if len(request) == 8 and request[5] == b"PLAIN" and hmac.compare_digest(request[7], word):
         return request[6]

@@ -9,10 +9,10 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["OWN", "PER_PEER", "require_descriptors"]
 
-# descriptors for the context, its threads, the incoming socket, the socket that authenticates peers, and
-# the one reserved for ending connections
+# descriptors of the context, its threads, the incoming socket and the socket that authenticates peers,
+# and one that is reserved for ending connections
 OWN: Final = 13
-# descriptors per peer: the link, both ends of its monitor, the outgoing and the incoming connection
+# descriptors per peer: the link, both ends of its monitor, and the outgoing and the incoming connection
 PER_PEER: Final = 5
 SPARE: Final = 16  # for files, and for connections opened meanwhile by torch
 

@@ -33,9 +33,9 @@ _WHOLE: Final = Raw("value", variable=True)
 class ZmqHost(Host):
     """Runs an actor on a daemon thread.
 
-    The rank passes work through a queue and waits for an event, so neither side holds a lock that the
-    other needs.  A peer is dead when its connection ends, but not when it is silent.  ``comm`` is private
-    to the host, which closes it at the end.
+    The rank passes work to the thread through a queue, and waits for its replies with an event, so
+    neither side holds a lock that the other needs.  A peer is dead when its connection ends, but not
+    when it is silent.  ``comm`` is private to the host, which closes it at the end.
     """
 
     def __init__(self, actor: Actor, comm: Any) -> None:  # a ``ZmqCommunicator``
@@ -62,15 +62,15 @@ class ZmqHost(Host):
     def call(self, function: Callable[[], None]) -> None:
         """Queue a function, and wake the thread."""
         self._calls.append(function)
-        # queue the call first, because the thread may wake at once.  If the pipe is full, enough
-        # wake-ups are in flight; if it is closed, no thread is left to wake.
+        # Queue the call first, because the thread may wake up at once.  If the pipe is full, enough
+        # wake-ups are in flight; if it is closed, there is no thread left to wake.
         with self._lock, suppress(zmq.ZMQError):
             self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
         """Queue a function; the wait ends with an error if the actor fails or the timeout expires."""
         asked = _Asked(where, self._comm.timeout, self._silent)
-        # list the wait for the thread before checking for an error, so that a failure in between also
+        # show the wait to the thread before checking for an error, so that a failure in between also
         # ends the wait
         self._asked = [*(one for one in self._asked if not one.done), asked]
         if self._error is not None:
@@ -106,8 +106,8 @@ class ZmqHost(Host):
             while not self._closing:
                 self._turn()
         except BaseException as error:
-            # set the error before reading the list: ``ask`` uses the reverse order, so at least one of
-            # the two sees the other's change
+            # Set the error before reading the list.  ``ask`` extends the list before reading the error,
+            # so at least one of the two sees the other's change.
             self._error = error
             for asked in self._asked:
                 asked.end(error=error)
@@ -124,7 +124,7 @@ class ZmqHost(Host):
         self._take(_NAP if due is None else min(max(due - self.now, 0.0), _NAP))
         deaths = self._deaths()
         self._gone.update(deaths)
-        # give the actor the last messages of a dead peer before the news of its death
+        # a dead peer's last messages come first, and only then the news of its death
         while deaths and self._take(0.0):
             pass
         for peer, reason in deaths.items():
@@ -134,13 +134,13 @@ class ZmqHost(Host):
             self._actor.tick()
 
     def _take(self, seconds: float) -> bool:
-        """Give the actor the next message if one arrives within ``seconds`` and before the next call."""
+        """Give the actor the next message, if one arrives within ``seconds`` and before the next call."""
         mesh = self._mesh
         try:
             if self._receive is None:
                 self._receive = self._comm.irecv_any(MAX_MESSAGE, "actor", _WHOLE)
-            # Poll the receive and never wait for it: a wait would have a deadline, but peers may be
-            # silent forever.  The time is spent in ``advance``, which a call ends early.
+            # Only poll the receive: waiting for it would have a deadline, but peers may be silent
+            # forever. Instead, the time is spent in ``advance``, which a call ends early.
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)
@@ -163,7 +163,7 @@ class ZmqHost(Host):
 
 
 class _Asked(Operation):
-    """Waits for an actor that runs on a thread of its own; ``silent`` reports which ranks are silent."""
+    """Waits for an actor that runs on another thread; ``silent`` reports which ranks are silent."""
 
     def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
         self.where, self.timeout, self.silent = where, timeout, silent

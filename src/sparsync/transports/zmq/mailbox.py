@@ -27,8 +27,8 @@ APART: Final = 2  # flag: the payload is in a separate frame
 GIVE_UP: Final = 4  # flag: the sender has stopped waiting; no payload
 NO_LOCAL_STEP: Final = -1
 
-# Phases in which other ranks may be while this rank is in an exchange.  Messages carry phases as numbers,
-# and an error can name only the phases that this rank knows.
+# Phases in which other ranks may be while this rank is in an exchange.  Messages carry phases as
+# numbers, so an error can name a phase only if this rank knows its name.
 _ELSEWHERE: Final = (
     *("agreement", "average", "barrier", "checkpoint", "contributions", "finish", "sentinel"),
     *("max", "min", "settle"),
@@ -36,7 +36,7 @@ _ELSEWHERE: Final = (
 
 
 class Header(NamedTuple):
-    """The facts about a message that a receiver reads before the payload.
+    """What a receiver reads about a message before its payload.
 
     Example:
         >>> raw = Header(0, 3, 7, 1, 9, 5, -1, 0, 16).pack()
@@ -81,7 +81,7 @@ class Header(NamedTuple):
 @final
 @dataclass(eq=False)
 class Claim:
-    """A posted receive, and its message or its error once it has ended."""
+    """A posted receive; once it has ended, it holds its message or its error."""
 
     rank: int
     source: int | None  # None: any rank, at any step
@@ -130,7 +130,7 @@ class Mailboxes:
 
     def deliver(self, header: Header, payload: Tensor) -> bool:
         """Hand a message to the receive that waits for it, or keep it; False if there is no room."""
-        # a receive that names the source takes precedence over one from any source
+        # receives that name the source take precedence over receives from any source
         key, nbytes = (header.source, header.tag), payload.numel()
         waiting = self._waiting.get(key) or self._waiting.get((None, header.tag))
         if not waiting and self.unclaimed + nbytes > self.limit:
@@ -148,7 +148,7 @@ class Mailboxes:
     def post(self, claim: Claim) -> None:
         """Give a receive the first message that has arrived for it, or let it wait.
 
-        A receive that names the source of a message takes precedence over one from any source.
+        Receives that name a source take precedence over receives from any source.
         """
         if claim.source is None:
             boxes = [box for (_, tag), box in self._arrived.items() if tag == claim.tag and box]
@@ -165,7 +165,7 @@ class Mailboxes:
             self._waiting.setdefault((claim.source, claim.tag), deque()).append(claim)
 
     def fail(self, source: int | None, reason: str) -> None:
-        """End every receive from this source with an error; None ends the receives from any source."""
+        """End every receive from ``source`` with an error; None ends the receives from any source."""
         for (waited, _), waiting in self._waiting.items():
             while waited == source and waiting:
                 claim = waiting.popleft()
@@ -180,8 +180,8 @@ class Mailboxes:
     def _give(self, header: Header, payload: Tensor, claim: Claim) -> None:
         """End a receive with this message, or with an error if the message does not fit."""
         nbytes = payload.numel()
-        # a message of another call is an error and never kept for later: ranks that disagree on the
-        # call would sum unrelated values
+        # a message of another call is an error, and is never kept for later: the ranks disagree on the
+        # call, and would sum unrelated values
         same_step = header.step == claim.step or claim.source is None
         if header.phase != self.phase_number(claim.phase) or not same_step:
             name = self._phases.get(header.phase)
@@ -203,14 +203,15 @@ class Mailboxes:
 
 
 def _apart(claim: Claim, phase: str | None, local_step: int | None) -> str:
-    """Return by how many local steps two ranks differ if only one of them is in ``finish()``."""
+    """Say how far two ranks' local steps are apart, if only one of the ranks is in ``finish()``."""
     if (
         claim.local_step is None
         or local_step is None
         or (claim.phase == "finish") == (phase == "finish")
     ):
         return ""
-    # an exchange follows the local step that it is named after, but ``finish`` names the next one
+    # count the steps done: an exchange is named after the local step before it, but ``finish`` after the
+    # next one
     here = claim.local_step + (claim.phase != "finish")
     there = local_step + (phase != "finish")
     counts = unequal_steps(min(here, there), max(here, there), here)

@@ -44,23 +44,23 @@ from sparsync.transports.zmq.peers import (
 __all__ = ["Mesh", "bind", "tcp"]
 
 LINGER: Final = 5.0  # seconds that ``close`` gives the last messages
-# The same limit, counted from ``abort``.  It is shorter, because the waiting thread also takes time to
-# end, and the process must end within 5 s.
+# The same limit, but counted from ``abort``.  It is shorter, because the waiting thread also takes time
+# to end, and the whole process must end within 5 s.
 LINGER_ABORTED: Final = 4.5
 LEAST_LINGER: Final = 1.0  # minimum that both limits guarantee
 TICK: Final = 0.05  # seconds between checks of connections during a wait
 BUSY: Final = 10  # ticks between checks of connections while messages arrive
-# Seconds between losing the link to a rank that has sent nothing yet and giving up on it, because its
-# first message may be in flight.
+# Seconds between losing the link to a rank that has not sent anything yet and giving up on the rank,
+# whose first message may still be in flight.
 GRACE: Final = 0.5
-# The same for a rank that has sent messages but was never reached: it may have closed at once, with its
-# last messages still in flight.
+# The same for a rank that has sent messages but was never reached: it may have sent everything and
+# closed at once, so its last messages may still be in flight.
 LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = (
     8192  # bytes that ZeroMQ reads at once; shorter frames may share a buffer with others
 )
-# limit on bytes of messages that no receive has asked for yet; the longest may be one of them
+# limit on the bytes of messages that no receive has asked for yet; even the longest message must fit
 MAX_UNCLAIMED: Final = MAX_MESSAGE
 MAX_EARLY: Final = 2**26  # limit on bytes of messages of a group that this rank has not joined yet
 # memory overhead in bytes per message, which matters because many are short
@@ -73,7 +73,7 @@ MOST_MEMBERS: Final = 1024  # limit on the members of a changing group
 
 @final
 class _Patience:
-    """The time left for the last messages; separate from the mesh, which no longer exists at exit."""
+    """The time left for the last messages, kept outside of the mesh, which may be gone at exit."""
 
     def __init__(self) -> None:
         self.aborted: float | None = None  # on the monotonic clock
@@ -88,7 +88,7 @@ class _Patience:
 
 @final
 class Mesh:
-    """The sockets of one rank: an incoming one, bound to one interface, and a link to each other rank."""
+    """The sockets of one rank: an incoming one, bound to one interface, and a link to every peer."""
 
     def __init__(
         self,
@@ -127,13 +127,14 @@ class Mesh:
         self._looked = self._next_look = 0.0
 
         require_descriptors(rank, world_size - 1, OWN)
-        # use a private context, which no other user of pyzmq in this process can exhaust or terminate
+        # use a private context, so that no other user of pyzmq in this process can exhaust or terminate
+        # it
         context: zmq.Context[Any] = zmq.Context()
         sockets = list[zmq.Socket[Any]]()
         guards = list[Doorkeeper]()
         # Create the finalizer before any socket: a context with an open socket never terminates, and
-        # neither does its process.  It gets the containers, which are filled later, because ``self``
-        # would keep the mesh alive.
+        # neither does its process.  Pass it the containers, which are filled later, not ``self``, which
+        # it would keep alive.
         self._patience = _Patience()
         self._reserved = [os.open(os.devnull, os.O_RDONLY)]  # a descriptor for ``_cut``
         containers = sockets, self.links, guards, self._reserved
@@ -167,13 +168,13 @@ class Mesh:
             self.context, zmq.PULL, f"{tcp(interface)}:*", self._timeouts[0], HANDSHAKE
         )
         sockets += self.incoming, self._events
-        # start the guard before binding, because a peer that connects in between would be let in
+        # start the guard before binding: a peer that connected in between would be let in unchecked
         guard: CurveKeys | Password = Password() if self.keys is None else self.keys
         self.doorkeeper = guard.guard(self.incoming)
         guards.append(self.doorkeeper)
         self.incoming.rcvtimeo = round(TICK * 1000)
         self.address = bind(self.incoming, interface, port_range, advertise)
-        # everything that the others need to connect, except this rank's public key
+        # the endpoint is everything that other ranks need to connect, except this rank's public key
         self.endpoint = self.address
         if isinstance(guard, Password):
             self.endpoint = f"{self.address} {guard.word.decode()}"
@@ -187,7 +188,7 @@ class Mesh:
         require_descriptors(self.rank, len(new))
         self.links.clear()  # keep the dictionary itself, because the finalizer closes the links in it
         try:
-            # rotated, so that not all ranks connect to rank 0 first
+            # rotate the peers, so that not all ranks connect to rank 0 first
             for shift in range(1, self.world_size):
                 peer = (self.rank + shift) % self.world_size
                 link = known.pop(endpoints[peer], None) or Link(
@@ -198,7 +199,7 @@ class Mesh:
         finally:
             for link in (*closing, *known.values()):
                 link.leave()
-        self._tell_all(HELLO)  # sends may fail, as a peer may already be gone again
+        self._tell_all(HELLO)  # some sends may fail, because a peer may already be gone again
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
         """Become a rank of another group, on the same socket; drop the former group's messages."""
@@ -220,14 +221,14 @@ class Mesh:
         for known in (self.lost, self._ranks, self._heard, self._ended):
             known.clear()
         self.connect(job, endpoints)
-        # Members of the new group may have sent messages before this rank joined; these were kept.
-        # Messages of yet another group are kept for later.
+        # Take the messages that members of the new group sent before this rank joined.  Messages of
+        # other groups are kept again for later.
         early, self._early, self._early_bytes = self._early or (), deque(), 0
         for _, frames in early:
             self._take(frames)
 
     def give_up(self) -> None:
-        """Tell the others that this rank has stopped waiting, so that they stop as well."""
+        """Tell the others that this rank has stopped waiting, so that they stop, too."""
         self._tell_all(GIVE_UP)
 
     def _tell_all(self, flag: int) -> None:
@@ -240,8 +241,8 @@ class Mesh:
         """End the waits of another thread; the caller closes the sockets once those have ended."""
         self._aborted = True
         self._patience.aborted = time.monotonic()
-        # do not close the mesh at exit, because libzmq would abort the process if the other thread were
-        # still running
+        # do not close the mesh at exit: if the other thread were still running, libzmq would abort the
+        # process
         self.close.atexit = False
 
     def check_open(self) -> None:
@@ -273,8 +274,8 @@ class Mesh:
     def advance(self, seconds: float, expected: int = 1) -> None:
         """Wait at most ``seconds``, and at most two ticks, for an event; handle all events.
 
-        A long wait handles the ``expected`` messages together, because for a rank that shares its core,
-        the work between two sleeps costs most.
+        A long wait receives all ``expected`` messages before it handles them.  On a core that several
+        ranks share, work between two sleeps is what costs most.
         """
         if seconds <= 0:
             self.drain()
@@ -317,8 +318,8 @@ class Mesh:
         self._look_at_incoming()
         for link in self.links.values():
             link.look()
-        # An end is reported after the last message has arrived.  Receive all messages first, so that
-        # receives that they satisfy do not fail.
+        # An end is reported after the last message has arrived.  Receive all messages first, because
+        # receives whose message has arrived must not fail.
         if self._ended or self._altered or self._unreached(now):
             self.drain()
         if self._altered:
@@ -341,7 +342,7 @@ class Mesh:
     def _unreached(self, now: float) -> dict[int, str]:
         """Return the ranks to give up on because they could not be connected, with the reasons.
 
-        The end of an established connection is left to the incoming socket, which reports it in order,
+        The end of an established connection is not judged here: the incoming socket reports it in order,
         after the rank's messages.
         """
         found, here = dict[int, str](), set(self._ranks.values())
@@ -364,8 +365,8 @@ class Mesh:
 
     def _look_at_incoming(self, heard: int | None = None) -> None:
         """Record the events of connections; ``heard`` is the connection of the message just received."""
-        # A rank's first message and the failure of its second one may be read at once.  When the failure
-        # is judged, the connection has already sent a message, although this is recorded only later.
+        # A rank's first message and the failure of its second may be read together.  When the failure is
+        # judged here, that rank has already spoken, although ``_spoke`` will say so only later.
         spoke = {*self._spoke, *(() if heard is None else (heard,))}
         for event, value in happened(self._events):
             if event == zmq.EVENT_ACCEPTED:
@@ -377,8 +378,9 @@ class Mesh:
                 if value in self._ranks:
                     self._ended.add(self._ranks.pop(value))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                # The event does not say which connection it came from.  A stranger is assumed as long as
-                # some connection has sent nothing yet, so no stranger can end the job in this way.
+                # The event does not say which connection it came from.  As long as some connection has
+                # sent nothing, assume that this was a stranger's, so that no stranger can end the job in
+                # this way.
                 ranks = self._ranks or heard is not None
                 if ranks and self._connected.keys() <= spoke:
                     self._altered = True
@@ -393,8 +395,8 @@ class Mesh:
         """End all waits, because a message to this rank is lost, and ZeroMQ does not say whose.
 
         ZeroMQ 4.3.5 stops reading such a connection but leaves it open (its event overwrites the error
-        number that would close it).  In a changing group, connections are therefore closed here, which
-        tells the peers; they reconnect in the next group.
+        number that would close it).  In a changing group, all connections are therefore closed here.
+        This tells the peers, which reconnect in the next group.
         """
         self._altered = False
         self.mailboxes.break_off(
@@ -405,7 +407,7 @@ class Mesh:
             self._cut(descriptor)
 
     def _turn_away(self, now: float) -> None:
-        """Close the oldest silent connection if there are too many."""
+        """Close the oldest silent connections if there are too many."""
         most = STRANGERS + self.world_size - 1 - len(self._heard)
         if len(self._connected) - len(self._spoke) > most:
             silent = [
@@ -419,17 +421,18 @@ class Mesh:
     def _cut(self, descriptor: int) -> None:
         """End an incoming connection.
 
-        ZeroMQ has no call for this, but closes a connection that has ended.  So shut the connection down
-        in the kernel, through a second descriptor of the same socket.
+        ZeroMQ has no call for this, but it closes connections that have ended.  So this method shuts the
+        connection down in the kernel, through a second descriptor of the same socket.
         """
-        # take the number that was reserved, because strangers may hold all others that are allowed
+        # use the reserved descriptor, because strangers may hold all other descriptors that are allowed
         try:
             twin = network.socket(fileno=os.dup2(descriptor, self._reserved[0], inheritable=False))
         except OSError:
             return  # it has already ended
         try:
-            # ZeroMQ reports the end of a connection before closing it, and its descriptor number can be
-            # reused only after that.  If no end has been reported by now, the twin is that connection.
+            # ``descriptor`` may by now belong to another connection.  But ZeroMQ reports the end of a
+            # connection before closing it, and only then can the number be reused.  So if no end has
+            # been reported, the twin is the right connection.
             self._look_at_incoming()
             if descriptor in self._connected:
                 twin.shutdown(network.SHUT_RDWR)
@@ -446,7 +449,7 @@ class Mesh:
     # ---- receiving -----------------------------------------------------------------------------
 
     def _take_several(self, count: int) -> None:
-        """Receive ``count`` messages, or those that arrive within a tick."""
+        """Receive ``count`` messages, or as many as arrive within a tick."""
         arrived, until = list[list[zmq.Frame]](), time.monotonic() + TICK
         try:
             while len(arrived) < count and time.monotonic() < until:
@@ -489,8 +492,8 @@ class Mesh:
         frame = frames[0]
         raw = frame.buffer
         header = Header.parse(raw)
-        # Check all fields of a header, in this order, before touching the payload.  With keys, the
-        # sender's rank must be the one whose key opened the connection.
+        # Check all fields of the header, in this order, before touching the payload.  With keys, the
+        # claimed rank must also be the one whose key opened the connection.
         if header.job != self.job and self._early is not None and header.job not in self._past:
             self._spoken(frame)
             size = sum(PER_MESSAGE + len(part.buffer) for part in frames)
@@ -523,7 +526,7 @@ class Mesh:
 
     def _deliver(self, header: Header, payload: Tensor) -> None:
         # ZeroMQ delivers the messages of a connection in order.  If a number is too high, a message was
-        # lost; if it is too low, it repeats one, or comes from a rank already given up.
+        # lost.  If it is too low, the message is a repetition, or comes from a rank already given up.
         source = header.source
         due = self.mailboxes.next_sequence(source, header.tag)
         if header.sequence < due or source in self.lost:
@@ -540,7 +543,7 @@ class Mesh:
             )
 
     def _hear(self, source: int, frame: zmq.Frame) -> None:
-        """Record a rank's connection; its end, reported after its messages, is the end of the rank."""
+        """Record a rank's connection, whose end, reported after its last message, is the rank's end."""
         self._heard.add(source)
         descriptor = self._spoken(frame, rank=True)
         if descriptor is not None:
@@ -600,7 +603,8 @@ def bind(
             "port_range, by one port for every communicator of every rank on this machine"
         )
     address = str(socket.get_string(zmq.LAST_ENDPOINT))
-    # the system knows more spellings of all interfaces than this library, e.g. "0" and "0x0"
+    # check the bound address, because the system knows other spellings of "all interfaces", e.g. "0" or
+    # "0x0"
     host, taken = host_and_port(address)
     check_one_interface(interface, host)
     return address if advertise is None else f"{tcp(advertise)}:{taken}"
@@ -609,7 +613,8 @@ def bind(
 def _taken(raw: memoryview) -> Tensor:
     """Return a tensor that uses a frame's memory and keeps it alive, or a copy if the frame is short.
 
-    A short frame is copied, because ZeroMQ keeps it in a buffer with others that would all stay alive.
+    A short frame is copied, because ZeroMQ keeps it in a buffer together with other frames, which would
+    all stay alive.
     """
     if len(raw) == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -638,7 +643,7 @@ def _close(
     patience: _Patience,
     pid: int,
 ) -> None:
-    """Send the last messages, then close all sockets; a function, because it also runs at exit."""
+    """Send the last messages, then close all sockets; at exit, this runs without the mesh."""
     if context.closed or os.getpid() != pid:  # a forked child must not touch its parent's sockets
         return
     deadline = patience.until()

@@ -17,11 +17,11 @@ from sparsync.transports.zmq.curve import CurveKeys, Password
 
 __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "resolved", "watched"]
 
-# Seconds without a sign of life, despite asking for one, after which a connection's other end counts as
-# dead.  The limit is never shorter, because ZeroMQ's thread may have to wait for a core.
+# If the other end of a connection gives no sign of life for this many seconds, although asked for one,
+# it counts as dead.  The limit is never shorter, because ZeroMQ's thread may have to wait for a core.
 HEARTBEAT: Final = 20.0
-# The limit is this many times ``timeout``, if that is longer.  If a rank stalls, the deadline of the wait
-# for it must pass first, although the last sign of life came before that wait began.
+# The limit is this many times ``timeout``, if that is longer: when a rank stalls, the wait for it must
+# reach its own deadline first, although the last sign of life came before that wait began.
 PATIENCE: Final = 2.0
 # Seconds between signs of life, because routers and firewalls drop connections that are idle for
 # minutes.
@@ -30,21 +30,22 @@ MOST_SECONDS: Final = 2e6  # libzmq stores milliseconds in a 32-bit int
 HIGH_WATER: Final = (
     64  # messages per link that ZeroMQ queues on either side; when both are full, the sender waits
 )
-# Payloads up to this many bytes are sent in the header's frame.  This costs a copy but saves a frame that
-# must pass to ZeroMQ's thread and back.  For 57 kB to each of 7 ranks, a second frame took 13 us of the
-# caller and 7 us of that thread, and the copy took 10 us (``benchmarks/transports.py``).
+# Payloads up to this many bytes are sent in the header's frame.  This costs a copy, but saves a frame
+# that must pass to ZeroMQ's thread and back.  For 57 kB to each of 7 ranks, a second frame took 13 us of
+# the caller's time and 7 us of that thread's, but the copy took only 10 us
+# (``benchmarks/transports.py``).
 INLINE: Final = 2**17
-# Payloads of at least this many bytes are sent directly from the tensor.  This wakes a thread, which
-# takes as long as a memcpy of 1 MiB.
+# Payloads of at least this many bytes are sent directly from the tensor.  That wakes a thread, which
+# takes as long as a memcpy of 1 MiB, so shorter payloads are copied.
 ZERO_COPY: Final = 2**20
 # Longer payloads are sent in frames of this size.  Every frame is a sign of life, so a payload that takes
 # longer than a heartbeat over a slow link does not look like a death.
 PIECE: Final = 2**20
-# bytes of one payload, of which half a vector of 2^31 float32 takes 4 GiB; a peer that sends more is
-# disconnected
+# limit on the bytes of one payload: half a vector of 2^31 float32, for example, takes 4 GiB; a peer that
+# sends more is disconnected
 MAX_MESSAGE: Final = 2**33
-OVERHEAD: Final = 2**10  # bytes of a frame besides its piece: our header, and that of encryption
-# Seconds for a second attempt to connect, which only serves to learn the error that ZeroMQ does not
+OVERHEAD: Final = 2**10  # bytes of a frame besides its piece: this header, and encryption's
+# Seconds for a second attempt to connect, whose only purpose is to learn the error that ZeroMQ does not
 # report.
 PROBE: Final = 0.5
 # If a peer refused the bytes that it received, ZeroMQ may report only the end of the connection.
@@ -67,7 +68,7 @@ ADVICE: Final = (
 
 @final
 class Parcel:
-    """A message to send: one frame with header and short payload, or a header followed by more frames."""
+    """A message to send: one frame with header and short payload, or a header and further frames."""
 
     def __init__(self, header: bytes, payload: Tensor) -> None:
         length, view = payload.numel(), payload.contiguous().numpy().data
@@ -91,8 +92,8 @@ class Parcel:
     def send(self, socket: zmq.Socket[Any]) -> bool:
         """Give the message to ZeroMQ without waiting; return False if the queue is full.
 
-        Once ZeroMQ has accepted the header, it accepts the payload's frames, because its limit counts
-        messages.
+        Once ZeroMQ has accepted the header, it also accepts the payload's frames, because its limit
+        counts messages, not frames.
         """
         try:
             if len(self.frames) == 1:
@@ -119,7 +120,8 @@ class Link:
         connect_timeout: seconds that opening the connection may take.
 
     Attributes:
-        opened: the other end has accepted this rank, so a later end is that of an established connection.
+        opened: whether the other end has accepted this rank; if so, a later end means that the peer is
+            gone.
         lost: the reason why no message can be sent any more; empty while sending is possible.
         lost_at: the time on the monotonic clock at which the loss was detected.
     """
@@ -141,8 +143,8 @@ class Link:
         self.by = time.monotonic() + connect_timeout  # the time by which it must be open
         self.queue: deque[Parcel] = deque()  # messages that ZeroMQ has not accepted yet, in order
         self.sequences: Counter[int] = Counter()  # messages sent, by channel
-        # resolve the name here: ZeroMQ would not report an unknown name, and would stop all its traffic
-        # during a lookup
+        # resolve the name here, because ZeroMQ does not report an unknown name, and stops all its
+        # traffic during a lookup
         try:
             address = resolved(self.address)
         except OSError as error:
@@ -161,7 +163,7 @@ class Link:
             raise
 
     def begin(self, peer: int) -> None:
-        """Become the link to this rank of a new group; message numbers start at 0 again."""
+        """Become the link to rank ``peer`` of a new group; message numbers start at 0 again."""
         self.peer = peer
         self.queue.clear()
         self.sequences.clear()
@@ -277,24 +279,25 @@ def watched(
 ) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
     """Return a socket for one end of connections, and the socket that reports their events.
 
-    Connections are never reopened: a new connection after a death would hide the death, and the loss of
-    queued messages.
+    Connections are never reopened, because a new connection after a death would hide the death and the
+    loss of queued messages.
 
     Args:
         context: the context of both sockets.
         kind: ``zmq.PUSH`` or ``zmq.PULL``.
         address: determines IPv6 or IPv4.
-        timeout: seconds that a wait may take; a rank may stall for as long.
+        timeout: seconds that a wait may take; for so long, a rank may stall.
         handshake: seconds after which a connection is closed if its other end has not identified itself.
     """
     socket = context.socket(kind)
     socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    # a frame's size is checked before memory is allocated, so a frame that claims gigabytes takes none
+    # ZeroMQ checks this limit before it allocates memory, so a frame that claims gigabytes takes no
+    # memory
     socket.maxmsgsize = max(PIECE, INLINE) + OVERHEAD
     socket.reconnect_ivl = -1
     socket.handshake_ivl = _milliseconds(handshake)
-    # each end decides for itself when to give up, so neither tells the other (heartbeat_ttl)
+    # do not set heartbeat_ttl, which tells the other end when to give up: each end decides for itself
     socket.heartbeat_timeout = _milliseconds(longest_silence(timeout))
     socket.heartbeat_ivl = _milliseconds(BEAT)
     try:

@@ -76,7 +76,8 @@ uint64_t index_of(uint64_t group, uint64_t owner, uint64_t ranks) {
   return group * ranks + offset_of(group, owner, ranks);
 }
 
-// Zeroes the entries that tie at the threshold and find no place, those with the highest indices.
+// Of the entries that tie at the threshold, zeroes those that do not fit: the ones with the highest
+// indices.
 void drop_late_ties(const Unpacked &all, const Threshold &least, Scratch &scratch) {
   const uint64_t sent = all.starts.back(), ranks = all.starts.size() - 1;
   auto *ties = scratch.take<uint64_t>(sent + 1);  // their positions
@@ -95,8 +96,9 @@ void drop_late_ties(const Unpacked &all, const Threshold &least, Scratch &scratc
     all.values[late->second] = 0;
 }
 
-// Keeps, of every message, the entries that are not zero and among the k largest of all; moves them to its
-// start, and sets `stops` to their ends.  Moves `errors` along with the entries of `own`.
+// Keeps those entries of every message that are not zero and among the k largest of all messages; moves
+// them to the message's start, and sets `stops` to their ends.  Moves `errors` along with the entries of
+// `own`.
 void keep_largest(const Unpacked &all, int64_t k, uint64_t own, float *errors, const Scan &scan,
                   Scratch &scratch, std::vector<uint64_t> &stops) {
   const auto sent = static_cast<int64_t>(all.starts.back());

@@ -111,7 +111,7 @@ class BitWriter {
 
 // ---- indices ------------------------------------------------------------------------------------
 
-// Joins the low bits of `group` entries before they enter the stream, because its steps are serial.
+// Joins the low bits of `group` entries before they enter the stream, because writes to it are serial.
 template <int group, typename Index>
 inline void put_low_bits(BitWriter writer, const Index *indices, uint64_t nnz, unsigned low) {
   const uint64_t mask = (uint64_t{1} << low) - 1;

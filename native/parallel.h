@@ -12,10 +12,10 @@ namespace sparsync {
 // Calls work(worker, start, stop) until [0, n) is covered, in steps of at most `step` elements.
 //
 // Workers come in pairs that share a stretch: the even worker takes steps from its start upwards, the odd
-// worker from its end downwards, until they meet.  So each worker's steps adjoin, in order.  A worker that
-// waits for a core leaves the work to its partner; torch's threads spin on theirs for milliseconds after
-// every operation.  Worker 0 is the calling thread.  If a thread cannot be started, the partner, or the
-// caller, takes all of its steps.
+// worker from its end downwards, until they meet.  So the steps of each worker adjoin, in order.  If a
+// worker has to wait for a core, its partner does more of the work; this happens because torch's threads
+// spin on their cores for milliseconds after every operation.  Worker 0 is the calling thread.  If a
+// thread cannot be started, its partner, or the caller, takes all of its steps.
 template <typename Work>
 void share(int64_t n, int workers, int64_t step, const Work &work) {
   const int64_t steps = (n + step - 1) / step;

@@ -9,7 +9,7 @@
 
 namespace sparsync {
 
-// The memory that a call takes; free for other calls when this one ends.
+// The memory that a call takes; when the call ends, other calls may use it.
 class Scratch {
  public:
   Scratch() : before_(used_) {}

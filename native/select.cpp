@@ -69,7 +69,7 @@ std::vector<uint32_t> sample(const float *x, int64_t n, int64_t stride) {
   return keys;
 }
 
-// Returns the key of this rank, counted from the largest; if there is no such key, returns a limit.
+// Returns the key at this position, counted from the largest key; if there is none, returns a limit.
 uint32_t ranked(std::vector<uint32_t> &keys, double rank) {
   if (rank < 0) return largest_key;
   if (rank >= static_cast<double>(keys.size())) return 0;

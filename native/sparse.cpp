@@ -91,8 +91,8 @@ bool collect(int64_t start, int64_t stop, const Stream<Index> &stream, int64_t &
   return disorder == 0;
 }
 
-// Two streams need no tile.  No branch depends on which of them comes next, because the processor could not
-// predict that.
+// Two streams need no tile.  No branch depends on which stream's entry comes next, because the processor
+// could not predict that.
 template <typename Index>
 int64_t merge_two(const Stream<Index> &a, const Stream<Index> &b, int64_t size, int64_t *indices,
                   float *values) {

@@ -93,7 +93,7 @@ def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
 def summing(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm without averaging, because ``Attendance.commit`` divides.
 
-    The divisor is not the number of ranks: ranks that are behind or leave contribute no gradients.
+    The divisor is not the number of ranks: ranks that are behind or leaving contribute no gradients.
     """
     return replace(algorithm, average=False)
 
@@ -207,9 +207,9 @@ class Attendance:
         failed: CommunicationError | None = failure
         while failed is not None:
             verdict = self.recover(failed)
-            # ``_met`` becomes True only if no attempt follows: the next step's quorum is then known, and
-            # its rows are the roll's.  After an attempt, the next step's rows are the ones sent with the
-            # votes.
+            # ``_met`` becomes True only if no attempt follows.  Then the roll's table of contributors
+            # holds for the next step, whose quorum is already known.  After an attempt, the table that
+            # was sent with the votes holds.
             failed, self._met = None, False
             if self.reducer.comm.rank in verdict.stale and not missed():
                 self._met = True
@@ -343,7 +343,7 @@ class Attendance:
     def _meet(self, quorum: Quorum) -> Verdict:
         """Call the roll of this quorum or, if that fails, of later ones until a roll succeeds.
 
-        Ranks without the weights wait for a rank that has them, because its heartbeats may only be late.
+        Ranks without the weights wait for a rank that has them: it may be alive, with late heartbeats.
 
         Raises:
             DeadlineError: rolls have failed for ten minutes.
@@ -467,7 +467,7 @@ class Attendance:
         """Advance to the step after ``step``; return whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
-        # with ``still``, the rows sent with the votes are current; after a roll, the roll's rows are
+        # with ``still``, the table of contributors is the votes'; after a roll, it is the roll's
         arrived = members.committed(step, still=not self._met, applied=applied)
         if arrived:
             self._since = step + 1
@@ -483,7 +483,7 @@ class Attendance:
         return arrived
 
     def arrival(self) -> tuple[dict[str, Any], CatchUp] | None:
-        """Return, once, the donor's further states and the fetch, if this rank has caught up."""
+        """If this rank has just caught up, return the donor's further states and the fetch."""
         extras, catch_up = self._extras, self.catch_up
         if extras is None or catch_up is None:
             return None

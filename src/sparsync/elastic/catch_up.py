@@ -81,8 +81,9 @@ class CatchUp:
 
     Attributes:
         copy: the step before which the copy was made, and its bytes; None until it has arrived.
-        log: by step: if gradients are exchanged, those of each optimizer that has stepped, by its
-            number; if updates are exchanged, their averages and the momentum.
+        log: everything that was kept, by step.  If gradients are exchanged, these are the gradients of
+            every optimizer that has stepped, by its number; if updates are exchanged, the averages and
+            the momentum.
     """
 
     def __init__(self, donor: str, source: Source | str, timeout: float, since: int) -> None:
@@ -146,8 +147,8 @@ def keep_gradients(
         few = 3 * at.numel() < flat.numel()
         narrow = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
         here.append((at.to(narrow), flat[at]) if few else flat.clone())
-    # keep only the gradients of an optimizer's first step: for a second step with the same gradients,
-    # there are none left here
+    # An optimizer may step twice with the same gradients.  Keep those of the first step, because this
+    # function has removed them from the parameters before the second.
     catch_up.log.setdefault(step, {}).setdefault(number, here)
 
 

@@ -63,7 +63,8 @@ def attach_elastic(
     options = options.for_size(elements, said.append)
     assert options.density is not None
     names = [shard.name for shard in shards]
-    # no other rank holds a part of this replica, so in every group it needs only its own consent
+    # no other rank holds a part of this replica, so whatever the group, this rank agrees only with
+    # itself
     consensus = PartsConsensus(SoloCommunicator(), {n: i for i, n in enumerate(sorted(names))})
     reducer = Reducer(
         group.comm,

@@ -131,7 +131,7 @@ class ElasticGroup(ProcessGroup):
         self.store: Any = None  # the manager's; gloo's ranks meet in the store of the first of them
         self._keys: CurveKeys | None = None
         self._said = ""
-        # Until the first quorum, this is a group of one.  But its sockets are bound now, because the
+        # Until the first quorum, this is a group of one.  Its sockets are bound already, because the
         # manager sends their addresses to the lighthouse.
         self.comm: ZmqCommunicator | GlooCommunicator
         if transport == "torch":

@@ -200,9 +200,10 @@ class Members:
         self._last = _Last(-1, start, {})
         self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # whether the residual was dealt
-        # Two tables, for the open step and for the next one, with a row per rank as sent with its vote:
-        # whether the rank contributes, whether it leaves, its donor, and the norm of its residual some
-        # steps ago.  The rows of the previous vote hold for the open step, even if it is repeated.
+        # Two tables, one for the open step and one for the next.  Each has a row per rank, which the
+        # rank sent with its vote: whether it contributes, whether it leaves, its donor, and the norm of
+        # its residual some steps ago.  The table of the previous vote holds for the open step, even if
+        # that is repeated.
         self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
         self._norm, self.told = 0.0, torch.zeros(1, 0)
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
@@ -397,7 +398,7 @@ class Members:
         if leaves[self.reducer.comm.rank] == 2:
             return None
         there = [rank for rank, when in enumerate(leaves) if when < 2]
-        # put a rank first that was not behind: if the end is repeated, other ranks may already have its
+        # put first a rank that was not behind: if the end is repeated, other ranks may already have its
         # tensors
         there.sort(key=lambda rank: rank != self.first)
         return Subgroup(self.reducer.channel("vote"), there)
@@ -581,8 +582,8 @@ class Members:
         if step > closed:
             self._last, self._parts = _Last(closed, by, self._parts), {}
         elif step < closed:
-            # The reopened step is the last one that was closed here, or an older one.  In the latter
-            # case, its attempts are forgotten
+            # the reopened step is the last one that was closed here, or an older one, whose attempts are
+            # forgotten
             self._parts = last.parts if step == last.step else {}
             self._last = _Last(-1, 0, {})
 

@@ -1,4 +1,4 @@
-"""On SIGTERM, which announces the end of a machine, leave first, then call the program's handler."""
+"""On SIGTERM, which announces that the machine goes away, leave before the program's handler runs."""
 
 from __future__ import annotations
 

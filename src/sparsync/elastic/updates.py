@@ -205,8 +205,8 @@ class PresentUpdateRanks(UpdateRanks):
         )
         self.membership = Membership(self.attendance, self._engine, weakly(self._take_part))
         self._phase, self._began_at = _LOCAL, 0
-        # The weights with which this rank leaves; the program keeps the model.  They are kept alive
-        # here, because the engine's reference is weak
+        # When this rank leaves, it continues with these copied weights, because the program keeps the
+        # model.  They are held here, because the engine's reference is weak
         self._copied: Weights | None = None
         self._knows = False  # whether the program was told that this rank has left
         # set once this rank has caught up: the donor's further states, and its copy

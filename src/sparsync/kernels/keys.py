@@ -27,7 +27,7 @@ _BITS = MappingProxyType(
 
 
 def magnitude_keys(x: Tensor) -> Tensor:
-    """Return integers of the same shape that order like ``|x|``; only zero gets 0.
+    """Return integers of the same shape that order like ``|x|``; only zeros have the key 0.
 
     Example:
         >>> keys = magnitude_keys(torch.tensor([0.0, -2.0, 1.0, float("nan"), float("inf")]))

@@ -1,4 +1,4 @@
-"""Compute how much weights have changed since an exchange, in one pass on a GPU or two or three."""
+"""Compute how much weights have changed since an exchange: in one pass on a GPU, else in 2 or 3."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def chosen() -> str:
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """Cost: one pass that reads and writes both."""
+    """Cost: one pass that reads and writes both vectors."""
     check_pair(residual, gradient)
     pair, n = (_address("residual", residual), _address("gradient", gradient)), residual.numel()
     if key is None:

@@ -106,7 +106,7 @@ def _cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: 
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """Cost: one pass that reads and writes both; with a key, another one and a host synchronisation."""
+    """Cost: a pass that reads and writes both; with a key, a second pass and a host synchronisation."""
     check_pair(residual, gradient)
     n, floor = residual.numel(), max(key or 1, 1)
     counts = residual.new_empty(_blocks_of(n), dtype=torch.int32)

@@ -83,7 +83,7 @@ def share(entries: int, size: int, block: int) -> int:
 
 
 def per_block(k: int, size: int, block: int) -> int:
-    """Return the smallest number of entries per block, at most ``block``, that selects k of ``size``.
+    """Return the smallest number of entries per block, at most ``block``, that selects k elements.
 
     k is itself rounded.  For example, 4 entries per block of 512 give k = 7818 of 1,000,700 elements, so
     this function must turn 7818 back into 4.

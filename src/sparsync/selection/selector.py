@@ -128,7 +128,7 @@ class Exact(Selector):
         self.state = ExactState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect from one gap below the expected threshold, up to about twice the intended number."""
+        """Collect down to one gap below the expected threshold, up to about twice the intended number."""
         key = self._lowest(dtype)
         return None if key is None or k <= 0 else (key, round(2 * _aim(k)) + 64)
 

@@ -345,10 +345,10 @@ class Communicator(ABC):
     ) -> list[Tensor]:
         """Collect one message per rank, of at most ``capacities[rank]`` bytes, in rank order.
 
-        Cost: ceil(log2 P) messages, and the bytes of all other ranks received.  A rank sends its own
-        message in every round, and forwards others in the rounds after it received them: if one message
-        has most of the bytes, its owner sends it ceil(log2 P) times.  With ``ring`` there are P - 1
-        messages, and no rank sends any of them twice.
+        Cost: ceil(log2 P) messages; every rank receives the bytes of all other ranks.  A rank sends its
+        own message in every round, and forwards every other message in the rounds after it arrived.  So
+        if one message has most of the bytes, its owner sends them ceil(log2 P) times.  With ``ring``
+        there are P - 1 messages, and no rank sends any message twice.
         """
         world_size, rank = self.world_size, self.rank
         blocks = [payload.to(self.device)]  # blocks[i] belongs to rank + i; on a ring, to rank - i

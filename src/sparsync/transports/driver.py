@@ -402,7 +402,7 @@ def _end(
     pid: int,
 ) -> None:
     """End an engine's thread, whatever it waits for; the engine itself is gone by then."""
-    # a forked child has a copy of the memory but no thread, and its parent's connections are not its own
+    # in a forked child, there is no such thread, and the connections belong to the parent
     if not thread.is_alive() or os.getpid() != pid:
         return
     # The order matters.  Set the flag first, because a thread that wakes up checks it before it

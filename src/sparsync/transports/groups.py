@@ -80,7 +80,7 @@ class SoloCommunicator(Communicator):
 
 @final
 class SoloHost(Host):
-    """Calls the only process's actor synchronously; the actor receives no messages."""
+    """Hosts the actor of a single process, in synchronous calls; the actor receives no messages."""
 
     rank, world_size = 0, 1
 

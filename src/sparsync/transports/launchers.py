@@ -43,8 +43,8 @@ Launcher = Literal["torchrun", "mpi", "slurm"]
 # right.
 _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # The next rows are set, in this order, by Open MPI; by MVAPICH2; by MPICH, Intel MPI and srun
-    # --mpi=pmi2; and by srun --mpi=pmix (two rows)
+    # The next rows are set, in this order, by Open MPI; by MVAPICH2; by MPICH, Intel MPI and Slurm's
+    # pmi2 (srun --mpi=pmi2); and by Slurm's pmix (two rows)
     ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -198,9 +198,9 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
 def _listening(store: Store, here: Placement, timeout: float) -> AbstractContextManager[None]:
     """Return a context in which gloo listens where all ranks can reach it.
 
-    Left alone, gloo accepts only names in ``GLOO_SOCKET_IFNAME``, and listens on loopback if the
-    machine's own name maps to 127.0.1.1.  Some of its errors come only after minutes, and none mentions
-    the variable or the interfaces.
+    gloo itself accepts only names in ``GLOO_SOCKET_IFNAME``.  Without the variable, it listens on
+    loopback if the machine's own name maps to 127.0.1.1.  Some of gloo's errors come only after minutes,
+    and none mentions the variable or the interfaces.
     """
     cards = convene(
         store,

@@ -234,7 +234,7 @@ class Ledger:
             self.outside += self.total() - before
 
     def set_up(self) -> Traffic:
-        """Book the traffic so far to no step; return it, without traffic outside of steps."""
+        """Exclude the traffic so far from all steps; return it, without traffic outside of steps."""
         self._finished, self.phases = self.by_phase(), {}
         return self.of_steps()
 

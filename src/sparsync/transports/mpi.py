@@ -257,8 +257,8 @@ class MpiCommunicator(Communicator):
                 request.drain()
             self.rest(self.spin, until - time.monotonic())
         if self.pending:
-            # MPI may access the buffers of these requests until it ends, so keep references until exit,
-            # lest the memory be reused
+            # MPI may access the buffers of these requests until it ends; references that are kept until
+            # exit prevent their memory from being reused
             atexit.register(list, self.pending.values())
         self.comm.Free()  # MPI frees it once all pending operations have ended
 

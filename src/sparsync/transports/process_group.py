@@ -94,7 +94,7 @@ def connect_group(
 
 
 def check_transport(transport: str, sockets: Mapping[str, Any]) -> None:
-    """Refuse unknown transports, invalid settings of zmq's sockets, and such settings without zmq."""
+    """Refuse an unknown transport, and settings of zmq's sockets that are wrong or given without zmq."""
     if transport not in TRANSPORTS:
         raise ConfigurationError(
             f"unknown transport {transport!r}; choose one of {', '.join(TRANSPORTS)}"

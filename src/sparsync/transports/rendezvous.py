@@ -79,7 +79,7 @@ def meet(
     timeout: float,
     phase: str = "rendezvous",
 ) -> list[str]:
-    """Return every rank's card, in rank order; with a store, the n-th calls of all ranks meet.
+    """Return every rank's card, in rank order; a store matches the n-th calls of all ranks.
 
     A card is a text that all other ranks get to see; errors name ``phase``.  Rank 0, which may serve the
     store, returns once all ranks have read the cards.  Over a communicator of these ranks, a card has at
@@ -222,11 +222,11 @@ def _has(store: Store, key: str) -> bool:
 def choose_interface(interface: str | None, meeting: Store | str) -> str:
     """Return the interface to bind.
 
-    A given interface is used unchanged.  Otherwise, the choice depends on the route to a host: the host
-    of the store, of the default process group's store, or of rank 0.  If ``GLOO_SOCKET_IFNAME`` is set,
-    it selects interfaces, and the result is an address of one of them: the address on that route if
-    there is one, otherwise the first.  If the variable is not set, the result is this machine's address
-    on that route.
+    A given interface is used unchanged.  Otherwise, the choice depends on the route to a host: the
+    store's host, the host of the default process group's store, or rank 0's host.  If
+    ``GLOO_SOCKET_IFNAME`` is set, it selects interfaces, and the result is an address of one of them:
+    the address on that route if there is one, otherwise the first.  If the variable is not set, the
+    result is this machine's address on that route.
 
     Args:
         interface: the interface given on this rank; None to find one.

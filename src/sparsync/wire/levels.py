@@ -136,10 +136,10 @@ class LloydMax(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start`` on; divide it into ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start`` on; write quotients to ``into``.
 
-        With ``add``, the quotients are added to ``into``; otherwise, they overwrite it.  This takes one
-        pass if the message and ``into`` are float32.
+        With ``add``, the quotients by ``divisor`` are added to ``into``; otherwise, they overwrite it.
+        This takes one pass if the message and ``into`` are float32.
         """
         opened = self.open(payload, into.numel() if size is None else size)
         opened.decode_to(into, divisor, add=add, start=start)

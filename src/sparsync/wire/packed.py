@@ -62,7 +62,8 @@ class Packed(Codec[SparseVector]):
 
     Cost: 16 bytes; nnz (l + 1) + ceil(size / 2^l) bits for the indices, where l = floor(log2(size /
     nnz)); per value 16 bits (bf16), 8 bits and 32 per block (int8), or 32 bits (fp32).   State: none.
-    Differs from the paper: 23 to 28 bits per entry at 1 % instead of two words (Ok-Topk's COO).
+    Differs from the paper: 23 to 28 bits per entry at a density of 1 %, instead of two words (Ok-Topk's
+    COO).
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 1.0, 3.0, 0.0]))
@@ -209,9 +210,9 @@ def decode_undealt(
 
     Returns:
         The total, and the part of it that ``rank`` delivered.  This part consists of two vectors: the
-        entries that it ``sent``, as the owners decoded them, and the rounding error of the message with
-        its sums (``share``), because the owner of a region accounts for the rounding of that region's
-        sums.
+        entries that it ``sent``, as the owners decoded them, and the rounding error of its own message,
+        which holds the sums of its region (``share``).  The owner of a region accounts for the rounding
+        of that region's sums.
     """
     size, width, device = sent.size, share.size, share.values.device
     if _in_cpp(codec, share, messages):

@@ -97,7 +97,7 @@ def judge(entries: Sequence[Entry]) -> Verdict:
     The candidates are the histories whose weights some rank holds and that end at most one step before
     the furthest of them.  The history with the latest group wins.  Ties go to the furthest history, then
     to the history with the most ranks that hold its weights, and then to the one with the lowest such
-    rank. Before the first step, ranks with equal weights share a history, so the most common weights
+    rank.  Before the first step, ranks with equal weights share a history, so the most common weights
     win.
 
     Raises:

@@ -89,8 +89,8 @@ class MpiCommunicator(Communicator):
         self.spin, self.mpi = spin, mpi
         self.pending: dict[int, _Request] = {}  # MPI accesses the buffers of these until they end
         self.tags = 1 + int(comm.Get_attr(mpi.TAG_UB))
-        # Messages of this duplicate never match the caller's; it becomes COMM_NULL when it is freed. Use
-        # Idup, because Dup would wait without a deadline for ranks that never come.
+        # Messages of this duplicate never match the caller's; it becomes COMM_NULL when it is freed.
+        # Use Idup, because Dup would wait without a deadline for ranks that never come.
         self.comm, request = comm.Idup()
         _Request(self, "wait for all ranks to connect", lambda: request).wait()
         # let MPI return errors, which ``_Request`` raises with rank and phase; the default handler ends

@@ -54,8 +54,8 @@ class ZmqCommunicator(Communicator):
 
     Every rank binds one incoming socket and opens a link to every other rank.  Only one thread at a time
     may use a communicator and its channels; hand them over with a lock or a queue, never during a call.
-    ZeroMQ's own threads move the bytes in the background.  A communicator does not survive a fork. Close
-    it, or leave its ``with`` block, so that the last messages are delivered.
+    ZeroMQ's own threads move the bytes in the background.  A communicator does not survive a fork.
+    Close it, or leave its ``with`` block, so that the last messages are delivered.
 
     Args:
         rank: this rank, in ``[0, world_size)``.
@@ -171,10 +171,10 @@ class ZmqCommunicator(Communicator):
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
         """Become a rank of another group; receives in the former group end with an error.
 
-        Sends to ranks that are gone also fail; other sends that wait for room end at their deadline. The
-        incoming socket stays: only links to new ranks are opened, and links to former ranks are closed.
-        Messages of the new group that arrived early are kept.  Channels must be created again.  An
-        endpoint is the ``mesh.endpoint`` of a rank, i.e. its address, followed by a blank and its
+        Sends to ranks that are gone also fail; other sends that wait for room end at their deadline.
+        The incoming socket stays: only links to new ranks are opened, and links to former ranks are
+        closed.  Messages of the new group that arrived early are kept.  Channels must be created again.
+        An endpoint is the ``mesh.endpoint`` of a rank, i.e. its address, followed by a blank and its
         password or, with keys, its public key.
         """
         self.mesh.regroup(rank, job, endpoints)

@@ -64,8 +64,8 @@ class Password:
     """The guard used without keys: a rank's random word, which its group gets with its address.
 
     The word keeps strangers out before ZeroMQ accepts a message from them.  This matters because ZeroMQ
-    collects all frames of a message, however many there are, before this process sees the first one. The
-    word is not encrypted, so it does not stop anybody who listens on the network.
+    collects all frames of a message, however many there are, before this process sees the first one.
+    The word is not encrypted, so it does not stop anybody who listens on the network.
     """
 
     word: bytes = field(default_factory=lambda: secrets.token_hex(16).encode(), repr=False)

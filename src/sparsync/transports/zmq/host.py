@@ -140,7 +140,7 @@ class ZmqHost(Host):
             if self._receive is None:
                 self._receive = self._comm.irecv_any(MAX_MESSAGE, "actor", _WHOLE)
             # Only poll the receive: waiting for it would have a deadline, but peers may be silent
-            # forever. Instead, the time is spent in ``advance``, which a call ends early.
+            # forever.  Instead, the time is spent in ``advance``, which a call ends early.
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)

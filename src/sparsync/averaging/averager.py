@@ -1,4 +1,4 @@
-"""The base class of schemes that average models; given a module, it applies the scheme to it."""
+"""The base class of all schemes that average models, and the simplest scheme, local SGD."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Participation:
     models: int = 0  # total number of models in all these averages
 
     def note(self, age: int, models: int) -> None:
-        """Count an average of ``models`` models, in which this rank's was ``age`` steps old."""
+        """Count an average of ``models`` models; this rank's model was ``age`` steps old."""
         self.take(Participation(1, int(age > 0), age, models))
 
     def take(self, other: Participation) -> None:
@@ -80,53 +80,57 @@ class Participation:
 
 
 class Averager(Stateful):
-    """Averages models: one flat vector per rank, after every local step.
+    """Averages the models of all ranks after local steps; the base class of all schemes.
 
-    An algorithm is three coroutines over ``(comm, vector, step)``: ``begin``, ``average``, ``conclude``.
-    With a model, ``step`` and ``finish`` apply them to it, as PyTorch's averagers do::
+    A scheme implements three coroutines, ``begin``, ``average`` and ``conclude``, with the arguments
+    ``(comm, vector, step)``; ``vector`` is this rank's model, flattened.  If a model is given, ``step``
+    and ``finish`` run them on it, and are called like PyTorch's averagers::
 
         averager = Wagma(model)
         for ...:
             loss.backward(); optimizer.step(); averager.step()
         averager.finish()                        # all replicas are equal
 
-    Every scheme takes these arguments, and its own options by name.  A scheme answers the five questions
-    in section 2 of WAGMA-SGD, by which its Table I classifies schemes.  All schemes in this library are
-    decentralized; ``averaged``, ``staleness``, ``global_period`` and ``effective_group_size`` answer the
-    other four.
+    Every scheme takes these arguments, and its own options by name.  WAGMA-SGD (section 2, Table I)
+    classifies schemes by five questions.  The answer to the first is the same for all schemes in this
+    library: they are decentralized.  ``averaged``, ``staleness``, ``global_period`` and
+    ``effective_group_size`` answer the other four.
 
     Args:
-        model: a plain module (not DDP or FSDP), equal on all ranks, which is averaged in place.
-            Parameters that are frozen at this time are not sent.  With None, only the coroutines can be
-            used.
+        model: a plain module (not DDP or FSDP), equal on all ranks; it is averaged in place.  Parameters
+            that are frozen when the averager is made are not sent.  With None, only the coroutines can
+            be used.
         comm: the communicator; by default ``sparsync.connect()``, which needs ``torch.distributed`` if a
             launcher started several ranks.
-        buffers: floating-point buffers (BatchNorm's statistics) "average" with the parameters, or stay
-            "local" until ``finish`` averages them.  Buffers that hold Inf or ``torch.finfo(dtype).min``
-            (masks) and integer buffers always stay local until then; ``finish`` takes the latter from
-            rank 0.  Buffers that ``state_dict`` leaves out (``persistent=False``) are never touched.
+        buffers: what happens to floating-point buffers such as BatchNorm's statistics.  With "average",
+            they are averaged with the parameters; with "local", only ``finish`` averages them.  Integer
+            buffers, and buffers that hold Inf or ``torch.finfo(dtype).min`` (masks), are always local
+            until ``finish``, which takes integer buffers from rank 0.  Buffers that ``state_dict`` leaves
+            out (``persistent=False``) are never touched.
         optimizer: the optimizer to whose state ``moments`` applies.
-        moments: tensors of the optimizer's state with their parameter's shape stay "local" (even after
-            ``finish``) or "average" with the parameters; "reset" drops the whole state whenever an
-            average is taken.  Step counts are never sent.
-        nonfinite: NaN or Inf in a rank's parameters, averaged buffers or averaged moments "raise" an
-            error on that rank, which names the tensor, or "spread" to other ranks.
-        unknown: any other options, which are refused with a list of the valid ones.
+        moments: what happens to tensors in the optimizer's state that have their parameter's shape.  With
+            "local", each rank keeps its own, even after ``finish``; with "average", they are averaged
+            with the parameters; "reset" drops the whole state whenever an average is taken.  Step counts
+            are never sent.
+        nonfinite: what to do about NaN or Inf in a rank's parameters, averaged buffers or averaged
+            moments: "raise" an error on that rank, which names the tensor, or let them "spread" to
+            other ranks.
+        unknown: any other option is refused, with a list of the valid ones.
 
     Attributes:
-        steps: number of local steps done, which is the 0-based number of the next ``step()``.
-        memory: vectors that the algorithm keeps, saved with its state.
-        resume_at: the lowest step number at which a rank continues after it was left out.
-        averaged: "models", or the "updates" of the ranks' optimizers.
-        participation: the averages that included this rank's model; ``stats`` has more.
+        steps: number of local steps done, and so the 0-based number of the next one.
+        memory: vectors that the scheme keeps between steps and saves with its state.
+        resume_at: if this rank was left out, the lowest step number with which it may continue.
+        averaged: "models", or "updates" if the scheme averages the updates of the ranks' optimizers.
+        participation: counts the averages that included this rank's model; ``stats`` reports more.
 
     Raises:
-        ConfigurationError: an option is unknown, or the model is DDP or FSDP; later, the model has
-            changed.
-        PeerError: from the first ``step``: ranks differ in settings, tensors or initial values.
+        ConfigurationError: an option is unknown, or the model is DDP or FSDP; in later calls, the model
+            has changed.
+        PeerError: in the first ``step``: ranks differ in settings, tensors or initial values.
 
-    If ``load_state_dict`` loads weights before the first step, all ranks begin from them.  Between
-    later steps, schemes with ``memory`` or stale models refuse loaded weights.
+    If ``load_state_dict`` loads weights into the model before the first step, all ranks begin from these
+    weights.  Later, schemes that keep ``memory`` or use stale models refuse loaded weights.
     """
 
     averaged: ClassVar[str] = "models"
@@ -142,7 +146,7 @@ class Averager(Stateful):
         nonfinite: NonFiniteRule = "raise",
         **unknown: Any,
     ) -> None:
-        if unknown:  # options that a scheme did not know and passed on
+        if unknown:  # the scheme passed these on because it does not know them either
             named = parameters_of(type(self)).values()
             shared = [name for name in parameters_of(Averager) if name not in ("model", "unknown")]
             own = [p.name for p in named if p.kind == p.KEYWORD_ONLY]
@@ -171,9 +175,9 @@ class Averager(Stateful):
             self._hooks = self._binding.follow_loads(loaded)
 
     def _note_loaded(self, tensors: Mapping[str, Tensor]) -> None:
-        """Note whether weights other than those of the last step were loaded into the model."""
-        # Loading an EMA's weights for an evaluation, and then this rank's own again, is no change.
-        # A scheme that keeps nothing between averages can continue from any weights.
+        """Note whether the model's weights, after a load, differ from those after the last step."""
+        # Compare values, because a script may load EMA weights for an evaluation and then restore
+        # this rank's own.  A scheme that keeps nothing between averages can continue from any weights.
         self._changes.follow(tensors)
         keeps = bool(self.memory) or self.staleness != "none"
         self._overwritten = self._begun and keeps and self._changes.differ()
@@ -183,35 +187,36 @@ class Averager(Stateful):
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
         """Prepare for local step ``step``; all ranks call this with the common initial model.
 
-        ``vector`` is handed over, so the caller must not change it afterwards.
+        The scheme may keep ``vector``, so the caller must not change it afterwards.
         """
 
     @abstractmethod
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the model with which this rank continues after the 0-based local step ``step``.
 
-        ``vector``, `[n]`, is this rank's model after its optimizer step, handed over as in ``begin``.
-        An average every p steps is due when ``(step + 1) % p == 0``.
+        ``vector``, `[n]`, is this rank's model after its optimizer step; as in ``begin``, the caller must
+        not change it afterwards.  An average every p steps is due when ``(step + 1) % p == 0``.
         """
 
     def is_due(self, step: int) -> bool:
-        """Return whether ``average`` acts after local step ``step``; otherwise the model is not read."""
+        """Return whether ``average`` has work to do after a local step; if not, it is not called."""
         return True
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the model that all ranks share after ``step`` steps; by default, this is the mean."""
-        # a phase of its own: a rank that is one step behind must not take part in an average
+        # The phase differs from that of ``average``, so that a rank that is one step behind cannot
+        # take this exchange for an average.
         return await mean(comm, vector, "finish")
 
     def survivors(self, comm: Communicator) -> Communicator:
-        """Return the ranks that have not been left out; by default, these are all ranks."""
+        """Return the communicator of the ranks that have not been left out; by default, of all ranks."""
         return comm
 
     # ---- the questions of WAGMA-SGD's section 2 ------------------------------------------------------
 
     @property
     def staleness(self) -> Staleness:
-        """The bound on the age of models in an average (Q3); by default, all are from the same step."""
+        """Whether the age of models in an average is bounded (Q3); "none": all are from the same step."""
         return "none"
 
     @property
@@ -220,7 +225,7 @@ class Averager(Stateful):
         return 1
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return S (Q5), the number of ranks per average between global ones; by default, all ranks."""
+        """Return S (Q5), the number of ranks in averages between global ones; by default, all ranks."""
         return world_size
 
     # ---- applied to a model -----------------------------------------------------------------------
@@ -235,8 +240,7 @@ class Averager(Stateful):
                 averaged = run(self.average(binding.comm, vector, self.steps))
             self._waited += binding.comm.now - started
             self._count(binding.comm)
-            # if the scheme returned the same object, it had no newer model, so parameters and
-            # moments stay
+            # a scheme without a newer model returns the same object; then parameters and moments stay
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
@@ -271,11 +275,11 @@ class Averager(Stateful):
         """Return this rank's statistics since its process began; call it between two steps.
 
         ``group_size`` and ``sync_period`` are the effective S and tau.  ``averages`` counts the
-        averages that included this rank's model, with ``models_per_average`` models on average.  In a
-        fraction ``stale_share`` of them, this rank's model was older than the average's step, by at
-        most ``largest_staleness`` steps.  ``seconds_waited`` is the time in ``step()`` spent waiting
-        for messages and other ranks.  Bytes per step exclude the initial comparison of the ranks and
-        ``finish``.
+        averages that included this rank's model; ``models_per_average`` is the mean number of models in
+        them.  ``stale_share`` is the fraction of them in which this rank's model was older than the
+        average's step, and ``largest_staleness`` is its largest age in steps.  ``seconds_waited`` is the
+        time for which ``step()`` waited for messages and other ranks.  The bytes per step exclude
+        ``finish`` and the comparison of the ranks before the first step.
 
         Raises:
             ConfigurationError: the averager has no model.
@@ -328,8 +332,8 @@ class Averager(Stateful):
         """Check a saved state as far as this rank alone can, and return its content."""
         content = opened(state, "averager")
         self._check_left_out(content.get("left_out"))
-        # Check scheme and rank before the fields, so that another scheme's state is refused as
-        # such, and not because of its first missing field.
+        # Check scheme and rank before the other fields, so that the state of another scheme is refused
+        # for that reason, and not for its first missing field.
         place = {name: Exactly(value) for name, value in self._place().items()}
         check_saved(content, Fields(place, more=object), "state", _CURE)
         check_saved(content, Fields({**place, **self.kinds(content)}), "state", _CURE)
@@ -381,7 +385,7 @@ class Averager(Stateful):
             self.close()
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings that ranks compare: public numbers and names, but no local counters."""
+        """Return the settings that ranks compare: all public attributes that are numbers or strings."""
         plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
         return {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
 
@@ -399,20 +403,20 @@ class Averager(Stateful):
                 run(agree(binding.comm, facts))
                 run(self.begin(binding.comm, run(binding.start()), self.steps))
             self._begun, self._before = True, (self.steps, binding.comm.ledger.of_steps())
-            # saving an ``OuterAverager`` also calls this method, and weights may be loaded between
-            # that and the first step
+            # Saving an ``OuterAverager`` also calls this method.  Weights that are loaded between
+            # the save and the first step must be noticed.
             self._changes.remember()
         return binding
 
     def _begin_again(self) -> None:
-        """After a state was loaded, let the next step begin with the model as it is then."""
+        """After a state was loaded, let the next step begin again, with the weights of that time."""
         self._begun = self._overwritten = False
-        # a state from before the first step says nothing about the ranks' models: they are compared
+        # a state saved before the first step does not allow models to differ, so they are still compared
         if self._binding is not None and self.steps:
             self._binding.forget_start()
 
     def _binding_of(self, method: str) -> Binding:
-        """Return the binding to a model, which ``method`` requires."""
+        """Return the binding to the model; if there is none, raise an error that names ``method``."""
         if self._binding is None:
             raise ConfigurationError(
                 f"{type(self).__name__} was made without a model; give it one to call {method}()"
@@ -441,7 +445,7 @@ async def mean(comm: Communicator, vector: Tensor, phase: str = "average") -> Te
 
 @final
 class LocalSgd(Averager):
-    """Averages all models when ``(step + 1) % period == 0``.
+    """Averages all models after every ``period`` local steps.
 
     With a period of 1 and plain SGD from equal models, this is equivalent to averaging gradients
     ("allreduce").
@@ -468,15 +472,15 @@ class LocalSgd(Averager):
         return self.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 if there are steps between two averages, in which ranks train alone."""
+        """Return 1 if ranks train alone between averages, and P if the period is 1."""
         return world_size if self.period == 1 else 1
 
     def is_due(self, step: int) -> bool:
-        """Return whether the period closes with local step ``step``."""
+        """Return whether local step ``step`` is the last of a period."""
         return (step + 1) % self.period == 0
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the mean when the period closes, otherwise the model itself."""
+        """Return the mean after the last step of a period, otherwise the model itself."""
         return await mean(comm, vector) if self.is_due(step) else vector
 
 
@@ -484,13 +488,16 @@ class LocalSgd(Averager):
 
 
 class Companion(Actor):
-    """An actor that records its messages, and passes the records to its rank with every answer."""
+    """Answers other ranks in the background of a rank; its answers to its own rank carry its statistics.
+
+    Statistics are the traffic of its messages and its ``Participation`` in averages.
+    """
 
     def __init__(self) -> None:
         self.ledger, self.participation = Ledger(), Participation()
 
     def post(self, dest: int, head: bytes, body: Tensor | None = None) -> None:
-        """Send a head and values; the head consists of whole words, which keeps the values aligned."""
+        """Send a header and values; the header consists of whole words, so the values are aligned."""
         message = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         if body is not None:
             message = torch.cat([message, bytes_of(body)])
@@ -500,33 +507,33 @@ class Companion(Actor):
 
     def answer(self, reply: Reply, result: object) -> None:
         """Send the rank the result that it waits for."""
-        # Hand the records over and start new ones, so that the actor's thread and the rank's thread
+        # Hand the statistics over and start new ones, so that the actor's thread and the rank's thread
         # never write to the same objects.
         books = self.ledger, self.participation
         self.ledger, self.participation = Ledger(), Participation()
         reply((result, *books))
 
     def failure(self, peer: int, step: int, reason: str) -> PeerError:
-        """Return the error for a wait on a peer that is gone."""
+        """Return the error to raise when this rank waits for a peer that is gone."""
         where = f"rank {self.host.rank}, local step {step}, phase 'average'"
         return PeerError(f"{where}: rank {peer}: {reason}")
 
 
 class Accompanied(Averager):
-    """Runs a companion in the background of this rank's training, and queries it.
+    """The base class of schemes that use a companion, which works in the background of training.
 
-    A companion computes in host memory, where its messages are, because its thread does not synchronise
-    with the CUDA streams on which training writes device memory.  A scheme therefore copies its vector to
-    the host, keeps its ``memory`` there, and returns a model on the vector's device.
+    The companion computes in host memory: its thread is not synchronised with the CUDA streams on which
+    training writes to device memory, and its messages are in host memory anyway.  A scheme therefore
+    copies its vector to the host, keeps its ``memory`` there, and returns a model on the vector's device.
     """
 
     _comm: Communicator | None = None
 
     def _run(self, comm: Communicator, actor: Actor) -> None:
-        """Run an actor on all ranks, until the communicator is closed or gets another actor."""
+        """Run an actor next to each rank, until the communicator is closed or gets another actor."""
         if not isinstance(comm, HostsActors):
             raise ConfigurationError(f"{type(comm).__name__} runs no actors; use zmq, torch or mpi")
-        # one agent per communicator: two would take each other's messages
+        # a communicator has one agent at most, because two would take each other's messages
         old = comm.companions.pop("averaging", None)
         if old is not None:
             old.close()
@@ -550,4 +557,4 @@ class Accompanied(Averager):
         return result
 
     def _count(self, comm: Communicator) -> None:
-        """Do nothing, because the companion counts: averages are taken while the rank computes."""
+        """Do nothing: averages are taken while the rank computes, so the companion counts them."""

@@ -1,4 +1,4 @@
-"""Bind a model to a flat vector of its parameters and, depending on the rules, buffers and moments."""
+"""Binds a model to a flat vector of its parameters and, if asked, of buffers and optimizer moments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ BufferRule = Literal["average", "local"]
 MomentRule = Literal["local", "average", "reset"]
 NonFiniteRule = Literal["raise", "spread"]
 
-# numbers in torch's optimizers, which have the shape of a parameter without dimensions
+# Scalars in the states of torch's optimizers.  Shapes do not distinguish them from the moments of a
+# parameter that has no dimensions.
 _NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 
@@ -53,19 +54,19 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 def averaged_buffers(model: nn.Module) -> list[str]:
     """Return the names of the saved buffers that can be averaged: finite floating-point ones.
 
-    A buffer that holds Inf before training begins, such as an attention mask, is a constant.  It must not
-    be averaged, because -inf minus -inf is NaN and would look like a broken rank.
+    A buffer that holds Inf before training begins is a constant, such as an attention mask.  It must not
+    be averaged: -inf minus -inf is NaN, which would look like a broken rank.
     """
     floating = {n: b for n, b in saved_buffers(model).items() if b.is_floating_point()}
     return [name for name, buffer in floating.items() if bool(torch.isfinite(buffer).all())]
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
-    """Return an optimizer's state of each parameter, now or after the parameter's first step.
+    """Return an optimizer's state for each parameter, if need be as a first step would create it.
 
-    For torch's own optimizers, a step on tensors without memory reveals the state at no cost.  Other
-    optimizers are not tried, because they may do anything in a step, even exchange messages; they have
-    states only of the parameters that they have stepped.
+    For torch's own optimizers, a trial step on tensors without memory shows this state at no cost.  Other
+    optimizers are not tried, because their step may do anything, even exchange messages.  For those, only
+    parameters that have already been stepped are returned.
     """
     own = {parameter: kept for parameter, kept in optimizer.state.items() if kept}
     stepped = {p for group in optimizer.param_groups for p in group["params"]} <= own.keys()
@@ -76,7 +77,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any
 
 def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
     """Step a copy of the optimizer with parameters on the meta device; return the state it builds."""
-    # build the double by hand: deepcopy would copy moments, and a subclass may change the constructor
+    # build the copy by hand: deepcopy would copy the moments, and a subclass may have another constructor
     double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
     double.__dict__ = dict(optimizer.__dict__)
     double.state, double.param_groups = defaultdict(dict), []
@@ -87,7 +88,7 @@ def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mappi
             twin.grad = torch.empty_like(twin)
             real[twin] = parameter
             without.append(twin)
-        # these switches need a real device
+        # these options work only on a real device
         plain: dict[str, Any] = {
             key: False for key in ("foreach", "fused", "capturable") if key in group
         }
@@ -96,8 +97,7 @@ def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mappi
     # ASGD and Adafactor raise when they read a number from a tensor without memory; by then their state
     # exists
     with suppress(Exception):
-        # call the function inside torch's wrapper (``profile_hook_step``), because no hook may see
-        # this step
+        # call the function inside torch's wrapper (``profile_hook_step``), so that no step hook runs
         getattr(step, "__wrapped__", step)(double)
     return {real[twin]: kept for twin, kept in double.state.items()}
 
@@ -109,10 +109,11 @@ class Binding:
     The vector holds trained parameters (each once), floating-point buffers and moments, in this order.
     It is float64 if any parameter or buffer is, and otherwise float32.  The model's tensors are
     chosen when the binding is made, the moments when averaging begins.  Tensors are looked up by
-    name every time, because modules may replace their buffers and optimizers their state.
+    name every time, because modules may replace their buffers, and optimizers their state.
 
     Attributes:
-        initial: the vector when the binding was made; None if ranks start with different models.
+        initial: the vector when the binding was made; None if ranks may start with different models,
+            and once averaging has begun.
         left_out: buffers that are not averaged because, when the binding was made, they held NaN, Inf or
             numbers too large to be summed over the ranks.
     """
@@ -139,7 +140,7 @@ class Binding:
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
-        # decided once, before training, because a buffer that gets Inf later is broken, not a mask
+        # decide once, before training: a buffer that becomes infinite later is broken and not a mask
         self._averaged = {
             name
             for name in averaged_buffers(model)
@@ -152,12 +153,12 @@ class Binding:
         wide = any(tensor.dtype == torch.float64 for tensor in ruled.values())
         self.trained = {n: p for n, p in ruled.items() if p.requires_grad}
         self._dtype = torch.float64 if wide else torch.float32
-        # of groups that seem to have no moments, because their optimizer is unknown and has not stepped
+        # parameters that seem to have no moments, because their optimizer is unknown and has not stepped
         self._unmoved: list[Tensor] = []
         self._known_moments = self._find_moments()
         self.initial: Tensor | None = self.read()
-        # digests of the parameters that ``initial`` lacks: the script may move them before averaging
-        # begins, as it moves a teacher
+        # ``initial`` lacks the frozen parameters.  Keep digests of their first values, because the script
+        # may change them before averaging begins, e.g. if they belong to a teacher that it updates.
         tensors = self._tensors()
         frozen = [n for n, _ in model.named_parameters() if n not in self._shapes]
         self._frozen = {name: digest(tensors[name]) for name in frozen}
@@ -165,17 +166,17 @@ class Binding:
     def follow_loads(self, loaded: Callable[[Mapping[str, Tensor]], None]) -> list[RemovableHandle]:
         """Call ``loaded`` after every ``load_state_dict`` of the model or of one of its modules.
 
-        It is given the module's own tensors, by name, because ``assign=True`` replaces them.  Until
-        averaging begins, ``initial`` is updated as well.
+        ``loaded`` gets the tensors of the loaded module by name, because ``assign=True`` replaces
+        tensors.  Until averaging begins, every load also updates ``initial``.
         """
         sizes = self._sizes()
-        # places, not views: a view would keep ``initial`` alive after the first step
+        # remember slices and not views: a view would keep ``initial`` alive after the first step
         places: dict[str, slice | None] = dict.fromkeys(self._frozen)
         places |= {
             name: slice(end - size, end)
             for name, size, end in zip(self._layout(), sizes, accumulate(sizes), strict=True)
         }
-        # tensors are found by identity, because a tied one is loaded under any of its names
+        # look tensors up by identity, because a tied tensor may be loaded under any of its names
         named = dict(self.model.named_parameters()) | saved_buffers(self.model)
         found = {id(named[name]): (name, place) for name, place in places.items() if name in named}
         hooks = []
@@ -191,11 +192,11 @@ class Binding:
     def reread(
         self, module: nn.Module, places: Mapping[str, tuple[str, slice | None]]
     ) -> dict[str, Tensor]:
-        """Return a module's own tensors that travel; every rank begins from them, see ``initial``."""
+        """Return a module's own tensors in the vector; before averaging begins, update ``initial``."""
         tensors = {}
         for own, (name, place) in places.items():
             tensor: Tensor | None = getattr(module, own, None)
-            if tensor is None:  # the module has changed, which the next ``read`` refuses
+            if tensor is None:  # the module has changed, and the next ``read`` will refuse it
                 continue
             tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             if place is None:
@@ -213,13 +214,13 @@ class Binding:
         """Return the model as a new vector; refuse NaN or Inf in it unless allowed."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
-        # the first piece is empty, because a model may have no parameters
+        # begin with an empty piece: a model may have no parameters, and ``torch.cat`` needs a tensor
         pieces = [torch.zeros(0, dtype=self._dtype, device=device)]
         for size, tensor in zip(self._sizes(), tensors.values(), strict=True):
             piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
             pieces.append(piece.reshape(-1))
         vector = torch.cat(pieces)
-        # one pass, and one wait for a GPU
+        # check the sum first: this takes one pass, and waits for a GPU once
         if self.nonfinite == "raise" and not vector.sum().isfinite():
             # a tensor whose sum overflows is broken even if its elements are finite
             for name, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
@@ -235,7 +236,7 @@ class Binding:
 
     @torch.no_grad()
     def write_(self, vector: Tensor) -> None:
-        """Write a vector back, to the same tensors, with their dtypes and strides."""
+        """Write a vector back into the same tensors, which keep their dtypes and strides."""
         # write in place, because optimizers, views and compiled graphs refer to these tensors
         tensors = self._travelling().values()
         for tensor, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
@@ -245,7 +246,7 @@ class Binding:
     def reset_moments(self) -> None:
         """Drop the optimizer's state if the rule is "reset"; called when an average is taken."""
         if self.moments == "reset" and self.optimizer is not None:
-            self.optimizer.state.clear()  # includes step counters, as before the first step
+            self.optimizer.state.clear()  # clears step counters too, as before the first step
 
     # ---- with the other ranks ---------------------------------------------------------------------
 
@@ -256,10 +257,11 @@ class Binding:
     async def start(self) -> Tensor:
         """Compare the models of all ranks, and return the vector from which all of them start.
 
-        After a restore, all start from their current models; otherwise from ``initial``, with zeros for
-        moments that did not exist yet.  A ``PeerError`` names the first tensor that differs.
+        After a restore, ranks start from their current models.  Otherwise they start from ``initial``,
+        with zeros for moments that did not exist then; a ``PeerError`` names the first tensor that
+        differs.
 
-        Cost: 8 bytes per tensor from every rank, twice; a digest of all parameters.
+        Cost: every rank sends 8 bytes per tensor, twice, and computes a digest of all parameters.
         """
         self._unmoved = []
         self._known_moments = self._find_moments()
@@ -273,8 +275,8 @@ class Binding:
         most = await self.comm.allreduce(torch.tensor([len(labels)]), "agreement", "max")
         # ``agree`` needs the same number of facts on every rank
         labels += ["nothing"] * (int(most) - len(labels))
-        # Compare names and shapes first: ranks that differ in them would pass different numbers of
-        # facts, or vectors of different lengths, to every later exchange.
+        # Compare names and shapes first.  Ranks that differ in them would later exchange different
+        # numbers of facts, or vectors of different lengths.
         await agree(
             self.comm, {f"tensor {i} of the model": label for i, label in enumerate(labels)}
         )
@@ -299,10 +301,10 @@ class Binding:
 
     @torch.no_grad()
     async def settle(self, comm: Communicator) -> None:
-        """Make the model's other tensors equal on all ranks; tensors that are equal stay untouched.
+        """Make the tensors outside the vector equal on all ranks; those that are stay untouched.
 
-        Floating-point tensors become their mean, and must be finite unless they are ``left_out`` or
-        ``nonfinite`` is "spread"; others take the value of the first rank of ``comm``.
+        Floating-point tensors become their mean over the ranks, and must be finite unless they are in
+        ``left_out`` or ``nonfinite`` is "spread".  Other tensors take the value of ``comm``'s first rank.
 
         Cost: as ``divergences``, plus an allreduce or allgather for each tensor that differs.
         """
@@ -321,15 +323,15 @@ class Binding:
                 first = (await comm.allgather(bytes_of(tensor), "settle"))[0]
                 tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
 
-    # ---- tensors that travel ----------------------------------------------------------------------
+    # ---- the tensors in the vector ----------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the model's parameters, each once, and its saved buffers; complex ones as real."""
+        """Return the model's parameters, each once, and saved buffers; complex ones as real views."""
         named = dict(self.model.named_parameters()) | saved_buffers(self.model)
         return {n: torch.view_as_real(t) if t.is_complex() else t for n, t in named.items()}
 
     def _ruled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors to average: parameters that are trainable now, and buffers by their rule."""
+        """Return the tensors to average: parameters that are trainable now, and the averaged buffers."""
         trains = {name: p.requires_grad for name, p in self.model.named_parameters()}
         return {
             name: tensor
@@ -338,9 +340,9 @@ class Binding:
         }
 
     def _travelling(self) -> dict[str, Tensor | None]:
-        """Return the tensors that make up the vector now, with None for a moment that does not exist."""
+        """Return the tensors that make up the vector, with None for a moment that does not exist yet."""
         tensors = self._tensors()
-        # parameters frozen later are still averaged, because GANs freeze their halves in turns
+        # average parameters that were frozen later: GAN training freezes its two networks alternately
         now = {name: tensors[name].shape for name in self._shapes if name in tensors}
         now |= {name: tensor.shape for name, tensor in self._ruled(tensors).items()}
         changed = sorted(name for name, _ in now.items() ^ self._shapes.items())
@@ -364,7 +366,7 @@ class Binding:
 
     @property
     def rest(self) -> dict[str, int]:
-        """The sizes of buffers and moments, which follow the trained parameters."""
+        """The sizes of the buffers and moments, which follow the trained parameters in the vector."""
         named = self._layout().items()
         return {n: shape.numel() for n, shape in named if n not in self.trained and shape.numel()}
 
@@ -372,9 +374,10 @@ class Binding:
         return [shape.numel() for shape in self._layout().values()]
 
     def _find_moments(self) -> dict[str, tuple[Tensor, str]]:
-        """Return parameter and key of every moment to average, whether it exists already or not.
+        """Return the parameter and state key of every moment to average, even if it does not exist yet.
 
-        A parameter of an unknown optimizer without state is assumed to have the moments of its group.
+        A parameter that has no state in an unknown optimizer is assumed to get the same moments as the
+        other parameters of its group.
         """
         if self.moments != "average" or self.optimizer is None:
             return {}
@@ -397,17 +400,17 @@ class Binding:
 
 
 def _sums(buffer: Tensor, world_size: int) -> bool:
-    """Return whether sums over the buffer and over ranks' models are finite.
+    """Return whether the buffer's sum over elements and ranks is finite.
 
-    They are not if an attention mask holds ``torch.finfo(dtype).min`` instead of -inf.
+    It is not if an attention mask holds ``torch.finfo(dtype).min`` instead of -inf.
     """
     wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
-    # one model more, as Wagma adds a late rank's own
+    # P + 1 models, because Wagma adds a late rank's own model to the sum
     return bool((wide.abs().sum() * (world_size + 1)).isfinite())
 
 
 def _moments_in(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a parameter's state that have its shape, but not step counts."""
+    """Return the tensors in a parameter's state that have its shape, except step counts."""
     return {
         kind: value
         for kind, value in state.items()
@@ -420,7 +423,7 @@ def _moments_in(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor
 class _LoadHook:
     """A hook that notes the weights loaded into a module.
 
-    Its copies do nothing, because a copied model is not bound.
+    Copying a model copies its hooks, and the copy is not bound: a copied hook does nothing.
     """
 
     def __init__(
@@ -429,12 +432,12 @@ class _LoadHook:
         places: Mapping[str, tuple[str, slice | None]] = MappingProxyType({}),
         loaded: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
-        # the reference is weak, because the averager may end before the model
+        # a weak reference, because the averager may be deleted before the model
         self._binding = None if binding is None else weakref.ref(binding)
         self._places, self._loaded = places, loaded
 
     def __call__(self, module: nn.Module, _keys: object) -> None:
-        """Note the loaded weights; PyTorch calls this for every loaded module, after its children."""
+        """Note the loaded weights; PyTorch calls this for every loaded module, children first."""
         if self._binding is not None and (binding := self._binding()) is not None:
             tensors = binding.reread(module, self._places)
             if self._loaded is not None:
@@ -445,7 +448,7 @@ class _LoadHook:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse a model that does not hold its own parameters, or that averages gradients itself."""
+    """Refuse a model that averages gradients itself, or does not hold all values of its parameters."""
     # compare the names of base classes, because FSDP2 derives a new class from each module's class
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}

@@ -1,4 +1,4 @@
-"""The table of averaging schemes: the command line, the docs and the contracts read these rows."""
+"""The table of averaging schemes, which the command line, the docs and the contract tests read."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SHARED: Final = parameters_of(Averager)
 
 
 def own_parameters(scheme: str) -> dict[str, Parameter]:
-    """Return a scheme's own options by name, without those shared by every ``Averager``."""
+    """Return a scheme's own options by name, leaving out the options that every ``Averager`` has."""
     named = parameters_of(SCHEMES[scheme]).items()
     return {name: p for name, p in named if name not in _SHARED and p.kind != p.VAR_KEYWORD}
 
 
 def averaged_by(scheme: str) -> str:
-    """Return a sentence on how to use a scheme, for users who look for it among the presets."""
+    """Return a sentence on how to use a scheme, for users who looked for it among the presets."""
     name = SCHEMES.name_of(scheme)
     return (
         f"{name} averages models and is not an algorithm for gradients: give the plain module to "
@@ -46,7 +46,7 @@ def averaged_by(scheme: str) -> str:
 
 
 def options_of(scheme: str) -> dict[str, Any]:
-    """Return a scheme's own options with their defaults, without the options of every ``Averager``.
+    """Return the defaults of a scheme's own options, leaving out the options that every scheme has.
 
     Example:
         >>> options_of("local"), options_of("diloco")["period"]

@@ -63,8 +63,9 @@ A scheme, with a plain module (not DDP) and any optimizer::
             optimizer.step()
             averager.step()
 
-On virtual ranks, and on local processes where one rank is late on every step.  The papers' names work in
-upper or lower case ("Eager-SGD" is "eager-majority"); options follow a colon::
+The first command uses virtual ranks, the others local processes; in the second, one rank is late on every
+step.  The papers' names work in upper or lower case ("Eager-SGD" is "eager-majority"); options follow a
+colon::
 
     sparsync bench --collectives TopkA,TopkDSA,Gaussiank,gTopk --ranks 8 --size 100000 --steps 2
     sparsync train --algorithm D-PSGD:mixing_steps=2,SGP,AD-PSGD --ranks 2 --steps 8 --delay random:1:0.05
@@ -74,36 +75,37 @@ Differs from the papers
 -----------------------
 
 * **Gaussian-k**: the threshold is lowered at most 32 times, by a tenth each time; after that, the k
-  largest entries are selected.  The estimate uses the magnitude of the mean, and moments of the finite
-  elements in float64.  The preset caps a rank at 2 k entries (``cap=2.0``), because the estimate has no
-  upper bound.  ``cap=None`` is as published.
-* **gTop-k**: P may be any number of ranks.  Sums that a rank drops on the way up stay in that rank's
-  residual, so nothing is lost or counted twice.
+  largest entries are selected.  The estimate uses the absolute value of the mean; mean and deviation are
+  computed from the finite elements, in float64.  The preset caps a rank at 2 k entries (``cap=2.0``),
+  because nothing else bounds their number.  ``cap=None`` is as published.
+* **gTop-k**: P may be any number of ranks.  If a rank drops entries of a sum on the way up the tree, they
+  stay in that rank's residual, so nothing is lost or counted twice.
 * **TopkDSA**: see ``sparsync.published.sparcml``.
 * **D-PSGD** averages after the local step; the paper allows either order.
-* **SGP** does not overlap exchange and computation.
+* **SGP** does not overlap communication with computation.
 * **AD-PSGD**: any rank may contact any other, because agents answer immediately and cannot deadlock.  The
   paper splits the ranks into two halves to avoid deadlock.  A rank starts an exchange once per step, not
   as often as possible.
-* **Eager-SGD** sums the updates of the ranks' optimizers instead of gradients, which is the same for SGD.
-  A late rank takes all sums that it missed, so replicas need no periodic synchronisation.  Pending
-  updates stay in the rank's own weights; without them, training diverges when ranks fall far behind.
+* **Eager-SGD** sums the updates of the ranks' optimizers instead of gradients; for SGD, the result is the
+  same.  A late rank takes all sums that it missed, so replicas need no periodic synchronisation.  Updates
+  that are not in a sum yet stay in the rank's own weights; if they did not, training would diverge when
+  ranks fall far behind.
 
 Not here
 --------
 
-* Allgather, dense allreduce and local SGD, which belong to the library's core:
-  ``sparsync.collectives``, ``sparsync.averaging``.
-* BMUF, Qsparse-local-SGD, DiLoCo and others that exchange after several local steps:
+* Allgather, dense allreduce and local SGD: they belong to the library's core, ``sparsync.collectives``
+  and ``sparsync.averaging``.
+* BMUF, Qsparse-local-SGD, DiLoCo and other schemes that exchange after several local steps: see
   ``sparsync.updates``.
-* fp16 and PowerSGD: PyTorch's own hooks, in ``sparsync train --algorithm fp16,powersgd``.
-* SparDL.  O(k) volume in O(log P) rounds is this project's ``sparsync.collectives.Halving``.
+* fp16 and PowerSGD: ``sparsync train --algorithm fp16,powersgd`` uses PyTorch's own hooks.
+* SparDL: for a volume of O(k) in O(log P) rounds, this library has ``sparsync.collectives.Halving``.
 
 Figures
 -------
 
-* ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: the schemes in
-  comparison with WAGMA.
+* ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: these schemes compared
+  with WAGMA.
 * ``benchmarks/selection.md``: time of the selectors.
 * ``benchmarks/reproduced.md``: Ok-Topk's Table 1 and Figure 6, produced by ``sparsync reproduce
   oktopk-table1`` and ``sparsync reproduce oktopk-fig6``.
@@ -125,7 +127,9 @@ from sparsync.published.sparcml.collectives import Dynamic
 
 __all__ = ["ROWS", "AdPsgd", "Dpsgd", "EagerSgd", "GTopk", "GaussianK", "Sgp"]
 
-_GAUSSIAN = 1.5  # entries over k under error feedback (0.8 to 1.6 in benchmarks/selection.md)
+# number of selected entries, as a multiple of k, under error feedback (0.8 to 1.6 in
+# benchmarks/selection.md)
+_GAUSSIAN = 1.5
 
 
 def _found_by_gaussiank(job: Job) -> tuple[int, Job]:
@@ -156,7 +160,7 @@ ROWS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "aliases": {
             "Allreduce-SGD": "allreduce",
             "Local SGD": "local",
-            # the quorum that WAGMA-SGD, section 2.2, means: "at most half"
+            # WAGMA-SGD, section 2.2, describes this quorum: "at most half"
             "Eager-SGD": "eager-majority",
         },
     }

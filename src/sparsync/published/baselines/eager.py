@@ -30,11 +30,11 @@ Quorum = Literal["solo", "majority"]
 
 @final
 class EagerSgd(Accompanied):
-    """Sums the updates of all ranks on every step; updates of late ranks enter a later sum.
+    """Sums the updates of all ranks on every step; the updates of late ranks enter a later sum.
 
     ::
 
-        waiting = waiting + (W' - W)           this rank's local step
+        waiting = waiting + (W' - W)           W' - W is this rank's local step
         sum     = partial allreduce(waiting)   started by the first rank, or by a random one
         shared  = shared + sum / P             equal on ranks that have the same sums
         W       = shared + waiting             pending updates stay in this rank's weights
@@ -45,11 +45,11 @@ class EagerSgd(Accompanied):
 
     Cost: one dense allreduce per step; memory: 3 n.
     State: the shared model; pending updates are in the rank's own weights.  A resumed run begins from
-    rank 0's shared model, and the difference of a rank's weights from it is pending.
-    Differs from the paper: ranks send the updates of their local optimizers, not gradients, which is the
-    same for SGD with and without momentum.  A late rank takes all sums that it missed, so replicas need
-    no periodic synchronisation.  Pending updates stay in the rank's own weights.  Otherwise they would
-    arrive together as one long step, and training would diverge when ranks fall far behind.
+    rank 0's shared model, and the difference between a rank's weights and this model is pending.
+    Differs from the paper: ranks send the updates of their local optimizers instead of gradients; for SGD
+    with or without momentum, the result is the same.  A late rank takes all sums that it missed, so
+    replicas need no periodic synchronisation.  Pending updates stay in the rank's own weights.  Otherwise
+    they would arrive together as one long step, and training would diverge when ranks fall far behind.
 
     Example:
         >>> with EagerSgd(nn.Linear(2, 1), quorum="majority") as averager: averager.step()
@@ -81,11 +81,11 @@ class EagerSgd(Accompanied):
         vector = vector.cpu()
         shared = self.memory.get("shared", vector).cpu().clone()
         if "shared" in self.memory:
-            # A late rank's state may contain sums that are not in the others'.  All begin from rank 0's
+            # The saved states of late ranks may contain fewer sums.  All ranks begin from rank 0's
             # shared model; a rank's difference from it counts as pending, so no update is lost.
             await equalise_(comm, {"the shared model": shared})
         self._taken = self.memory["shared"] = shared
-        self._finish = -1  # also here, as a loaded state may be of an earlier step
+        self._finish = -1  # reset it, because a loaded state may be from an earlier step
         rounds = EagerRounds(self.quorum, self.seed, comm.world_size, self._taken)
         self._agent = Agent(rounds, comm.world_size, step, torch.zeros_like(vector))
         self._run(comm, self._agent)
@@ -95,12 +95,12 @@ class EagerSgd(Accompanied):
         return await self._sum(round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Sum the pending updates of all ranks, which wait for each other in this call."""
+        """Sum the pending updates of all ranks; in this call, the ranks wait for each other."""
         self._finish = finish_of(step, self._finish)
         return await self._sum(self._finish, vector)
 
     async def _sum(self, version: int, vector: Tensor) -> Tensor:
-        # this rank's local step is the difference between its weights and those that it took last
+        # this rank's local step: its weights now, minus its weights after the last sum
         update = vector.cpu() - self._taken
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, update, reply)
@@ -118,11 +118,11 @@ class EagerRounds(Rounds):
         self.quorum, self.seed, self.world_size = quorum, seed, world_size
         self.shared = shared
         self._waiting = torch.zeros_like(shared)  # updates that are in no sum yet
-        self._given = self._waiting  # contribution of this rank to the current round
+        self._given = self._waiting  # this rank's contribution to the current round
 
     def activates(self, version: int, rank: int) -> bool:
-        """In "solo", any rank may start; in "majority", a random one: on average, half have arrived."""
-        # draw the rank from seed and version alone, so that all ranks agree on it without a message
+        """Return whether ``rank`` may start the sum: any rank if "solo", a random one if "majority"."""
+        # draw the rank from seed and step alone, so that all ranks agree on it without a message
         if self.quorum == "solo" or is_finish(version):
             return True
         draw = random.Random(f"{self.seed} {2 * step_of(version) + 1}")
@@ -134,8 +134,8 @@ class EagerRounds(Rounds):
 
     async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
         """Sum the pending updates of all ranks."""
-        # fix the contribution now: updates published while the sum is in flight are not in it, and stay
-        # pending
+        # Fix the contribution now: updates that are published while the sum is in flight are not part
+        # of it, and stay pending.
         self._given = self._waiting
         return await comm.allreduce(self._given, "average")
 

@@ -18,24 +18,26 @@ __all__ = ["GaussianK"]
 
 @final
 class GaussianK(Selector):
-    """Selects the entries above the magnitude that k of n normally distributed entries would exceed.
+    """Selects entries above a threshold that k of n normally distributed entries would exceed.
 
-    Real gradients have shorter tails than the normal distribution with their mean and deviation (Ok-Topk,
-    Figure 4), so too few entries reach this threshold.  It is multiplied by ``scaling`` until more than
-    ``enough * k`` entries, or all nonzero entries, reach it.  After ``trials`` attempts, the k largest
-    are selected instead.  **So between ``min(enough * k, nnz)`` and n entries are selected**: as
-    published, nothing bounds their number from above, and the collective must cap it.  NaN and Inf are
-    always selected and do not affect the threshold.
+    Real gradients have shorter tails than a normal distribution with the same mean and deviation
+    (Ok-Topk, Figure 4), so too few entries reach this threshold.  It is multiplied by ``scaling`` until
+    more than ``enough * k`` entries, or all nonzero entries, reach it.  After ``trials`` attempts, the k
+    largest are selected instead.  **So between ``min(enough * k, nnz)`` and n entries are selected**: as
+    published, the method does not bound their number from above, and the collective must cap it.  NaN
+    and Inf are always selected and do not affect the threshold.
 
     Args:
         enough: fraction of k that must be exceeded (Ok-Topk, section 5.4: "more than 3k/4").
-        scaling: factor on the threshold per trial (Ok-Topk: "gradually").  0.9 is our choice: under error
-            feedback, about 5 times as many entries reach a threshold that is 10 % lower.
-        trials: maximum number of passes over the elements; 32 times 0.9 ends at 3 % of the threshold.
+        scaling: factor on the threshold per trial.  Ok-Topk only says "gradually".  The default is 0.9:
+            under error feedback, about 5 times as many entries reach a threshold that is 10 % lower.
+        trials: maximum number of passes over the elements; after 32 factors of 0.9, 3 % of the threshold
+            remain.
 
     Cost: mean and deviation of n elements, and n comparisons per trial.   State: none.
-    Differs from the paper: trials are bounded; the magnitude of the mean is used, so the sign of the
-    gradient does not matter; moments are computed in float64, from finite elements only.
+    Differs from the paper: the number of trials is bounded.  The absolute value of the mean is used, so
+    the sign of the gradient does not matter.  Mean and deviation are computed in float64, from finite
+    elements only.
 
     Example:
         >>> accumulated = torch.tensor([0.1, -0.2, 5.0, 0.1, 0.0, -0.1])
@@ -73,13 +75,13 @@ class GaussianK(Selector):
 
 
 def _threshold(accumulated: Tensor, k: int) -> float:
-    """Return ``|mean| + deviation * ppf(1 - k / 2n)`` of the finite elements, at most their maximum."""
+    """Return ``|mean| + deviation * ppf(1 - k / 2n)`` of the finite elements, capped at their maximum."""
     finite = accumulated[accumulated.isfinite()].double()
     peak = float(finite.abs().max()) if finite.numel() else 0.0
     if peak == 0:
         return 0.0
     # divide magnitudes by the largest one, so that no square overflows or underflows
     variance, mean = torch.var_mean(finite / peak, correction=0)
-    # the two tails together have k / n of the entries
+    # the two tails together contain k / n of the entries
     tail = -NormalDist().inv_cdf(k / accumulated.numel() / 2)
     return peak * min(abs(float(mean)) + float(variance.sqrt()) * tail, 1.0)

@@ -1,4 +1,4 @@
-"""Gossip averages with few ranks after each step (D-PSGD, SGP) or in the background (AD-PSGD)."""
+"""Gossip schemes average with few ranks, after each step (D-PSGD, SGP) or in background (AD-PSGD)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from sparsync.transports.ledger import Raw
 
 __all__ = ["AdPsgd", "Dpsgd", "Exponential", "Graph", "Ring", "Sgp", "SgpState", "exchange"]
 
-_WORD: Final = 8  # bytes before a message's values: SGP's weight, or AD-PSGD's kind and step
+# bytes before the values of a message: SGP's weight, or the kind and step of AD-PSGD's messages
+_WORD: Final = 8
 _HEAD: Final = struct.Struct("<II")
 _ASK, _REPLY = 0, 1
 
 
 class Graph(ABC):
-    """A directed graph over the ranks that may change every step; each rank computes its own edges."""
+    """A directed graph over the ranks, which may change every step; each rank computes its own edges."""
 
     @abstractmethod
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
@@ -45,20 +46,20 @@ class Graph(ABC):
 
 @final
 class Ring(Graph):
-    """Both neighbours on a ring, on every step; with two ranks, they are the same rank."""
+    """A ring in which ranks send to both neighbours on every step; two ranks have only one neighbour."""
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return ``rank + 1``, then ``rank - 1``, so no two ranks send to the same rank at once."""
+        """Return ``rank + 1``, then ``rank - 1``, so that no two ranks send to the same rank at once."""
         both = dict.fromkeys([(rank + 1) % world_size, (rank - 1) % world_size])
         return [neighbour for neighbour in both if neighbour != rank]
 
 
 @final
 class Exponential(Graph):
-    """The directed exponential graph: hops of 1, 2, 4, ... ranks; each step uses the next ``count``.
+    """The directed exponential graph, with hops of 1, 2, 4, ... ranks; each step uses ``count`` of them.
 
-    After any ceil(log2 P) steps, every rank has information from every other one.  With ``count=1`` and P
-    a power of two, all ranks then hold exactly the mean.
+    The next step uses the next hops.  After any ceil(log2 P) steps, information from every rank has
+    reached all others.  If ``count`` is 1 and P is a power of two, all ranks then hold exactly the mean.
 
     Example:
         >>> [Exponential().neighbours(0, 8, step) for step in range(4)], Exponential(2).sources(0, 8, 0)
@@ -89,7 +90,7 @@ class Exponential(Graph):
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message``, `[m]`, to all neighbours; return theirs and this rank's own, in rank order."""
+    """Send ``message``, `[m]`, to the neighbours; return all received and this one, in rank order."""
     payload = bytes_of(message)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
@@ -106,12 +107,13 @@ async def exchange(
 
 @final
 class Dpsgd(Averager):
-    """Averages this rank's model with both neighbours' models, 1/3 each (two ranks: 1/2).
+    """Averages each rank's model with the models of its two neighbours on a ring, with equal weights.
 
     Args:
-        mixing_steps: rounds with the neighbours per step (WAGMA-SGD, section 5.2, doubles them).
+        mixing_steps: number of such averages per step (WAGMA-SGD, section 5.2, also tries two).
 
-    Cost: ``2 mixing_steps`` messages and models sent and received per step (two ranks: half).
+    Cost: ``2 mixing_steps`` messages sent and as many received per step, with one model each; half of
+    that with two ranks.
     State: none.
     Differs from the paper: averages always come after the update; the paper allows either order.
 
@@ -151,17 +153,17 @@ class SgpState:
 
 @final
 class Sgp(Averager):
-    """Pushes equal shares of the numerator x and of the weight w; the model is z = x / w.
+    """Sends its neighbours equal shares of a numerator x and a weight w; the model is z = x / w.
 
-    Updates are added to x unscaled, so the mean over ranks moves by the mean of the updates, whatever
-    the weights: after an update, ``x = w z + (model - z)``.
+    Updates are added to x without a factor: after an update, ``x = w z + (model - z)``.  So the mean over
+    the ranks changes by the mean of their updates, whatever the weights are.
 
     Args:
-        neighbours: number of ranks that a rank pushes to per step, on the directed exponential graph.
+        neighbours: number of ranks to which a rank sends per step, on the directed exponential graph.
         graph: a graph to use instead; it must stay connected.
 
-    Cost: ``neighbours`` messages of a model plus 8 bytes, sent and received per step.
-    State: ``weight``; ``memory`` has the last model z while w is not 1 (never on the exponential graph).
+    Cost: per step, ``neighbours`` messages sent and as many received, of one model plus 8 bytes each.
+    State: ``weight``; ``memory`` holds the last model z if w is not 1 (never on the exponential graph).
     Differs from the paper: the exchange does not overlap the computation.
 
     Example:
@@ -192,11 +194,11 @@ class Sgp(Averager):
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return z after this step's pushes."""
-        # As in Algorithm 1, x and w are sent in shares of 1 / (neighbours + 1), one for each
-        # neighbour and one for this rank. The columns of the mixing matrix sum to 1, so the sums of
-        # x and of w over ranks never change.
+        # As in Algorithm 1, x and w are divided into neighbours + 1 equal shares: one for each
+        # neighbour, and one for this rank.  So the columns of the mixing matrix sum to 1, and the sums
+        # of x and of w over the ranks never change.
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
-        # the weight takes 8 bytes before the values, so that these stay aligned
+        # send the weight in float64: 8 bytes before the values keep these aligned
         weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)
         parts = [bytes_of(part) for part in (weight, share * self._x(vector))]
         messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
@@ -212,7 +214,7 @@ class Sgp(Averager):
 
     def _x(self, vector: Tensor) -> Tensor:
         """Return the numerator x after the update that turned z into this vector."""
-        # by x = w z + (vector - z): the update is added to x without the factor w
+        # the update is vector - z, so x = w z + (vector - z) = vector + (w - 1) z
         z = self.memory.get("model")
         return vector if z is None else vector + (self.state.weight - 1) * z
 
@@ -225,13 +227,13 @@ class Sgp(Averager):
 
 @final
 class AdPsgd(Accompanied):
-    """Averages pairs of models in the background; no rank ever waits for one that is computing.
+    """Averages pairs of models in the background; no rank ever waits while another rank computes.
 
     After each local step, a rank continues with the model that its agent holds at that time.  The agent
     asks a random partner's agent for an average, unless its previous request is still pending.
 
-    Cost: per step, at most one exchange of n elements requested and, on average, one answered; memory
-    3 n.   State: the last model taken.
+    Cost: per step, a rank requests at most one exchange of n elements and, on average, answers one at
+    most; memory: 3 n.   State: the last model taken from the agent.
     Differs from the paper: any rank may ask any other, because agents answer immediately and cannot
     deadlock; the graph need not be bipartite.  Exchanges start once per step, not as often as possible.
 
@@ -261,7 +263,7 @@ class AdPsgd(Accompanied):
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Hand over the change of the local step, and take the agent's current model."""
+        """Give the agent the change that the local step made, and take the agent's current model."""
         return await self._take(vector, step, ask=True)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
@@ -269,8 +271,8 @@ class AdPsgd(Accompanied):
         await self._take(vector, step, ask=False)
         agent = self._agent
         await self._ask(step, agent.rest)
-        # After the barrier, no request is pending anywhere.  An exchange in flight would have half of
-        # its change in the mean, and the other half would come after it.
+        # After the barrier, no request is pending anywhere.  If an exchange were in flight, the mean
+        # would contain only one rank's half of it.
         await comm.barrier()
         self.memory["taken"] = final = await mean(comm, agent.model)
         self._host.call(lambda: setattr(agent, "model", final))
@@ -290,8 +292,8 @@ class _PairAgent(Companion):
     """Holds a rank's model, and averages it with one partner at a time.
 
     The requesting agent sends x and receives the partner's y.  It adds (y - x) / 2 to its current model,
-    and the partner adds (x - y) / 2 to its own, so the sum of all models never changes.  An average
-    counts for the step of the rank that requested it.
+    and the partner adds (x - y) / 2 to its own, so the sum of all models never changes.  The step of an
+    average is the requesting rank's step.
     """
 
     def __init__(self, model: Tensor, seed: int, step: int) -> None:
@@ -302,7 +304,7 @@ class _PairAgent(Companion):
         self._count, self._step = (
             0,
             step - 1,
-        )  # number of exchanges requested; the last local step in the model
+        )  # number of exchanges requested; the last local step that the model contains
 
     def update(self, change: Tensor, step: int, reply: Reply, *, ask: bool) -> None:
         """Add a local step's change and return the model; ask a partner unless a request is pending."""

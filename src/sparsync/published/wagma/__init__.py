@@ -18,7 +18,7 @@ in the paper                                  here
 ============================================  ========================================================
 P processes                                   ``world_size`` ranks
 S, group size, quorum size                    ``group_size=``; default: ``default_group_size(P)``
-tau, synchronization period                   ``sync_period=``: 10
+tau, synchronization period                   ``sync_period=``: 10 as in 5.2 (8 in 5.3 and 5.4)
 tau infinite                                  ``sync_period=None``
 t, training iteration                         ``step``, from 0, as in the paper
 W, local model; W'                            the vector of ``average``: parameters after the local step
@@ -80,10 +80,10 @@ The ablations of section 5.2: fixed groups, synchronous groups, local SGD, globa
     Wagma(model, group_size=1, sync_period=10).close()
     Wagma(model, group_size=torch.distributed.get_world_size()).close()
 
-A straggler, on virtual ranks: on every step, a different one of the eight ranks takes four times as
-long.  With an allreduce, each of the 40 steps takes as long as its slowest rank, 16.0 seconds in total.
-With WAGMA, the other ranks continue without the late one, and training takes 6.4 seconds.  If no rank
-ever waited, it would take 5.5::
+The next example shows a straggler on virtual ranks: on every step, a different one of the eight ranks
+takes four times as long.  With an allreduce, each of the 40 steps takes as long as its slowest rank, 16.0
+seconds in total.  With WAGMA, the other ranks continue without the late one, and training takes 6.4
+seconds.  If no rank ever waited, it would take 5.5 seconds::
 
     from sparsync.averaging import LocalSgd
 
@@ -100,13 +100,13 @@ ever waited, it would take 5.5::
 
     print(f"{train(lambda: LocalSgd(period=1)):.1f}, {train(lambda: Wagma(sync_period=10)):.1f}")
 
-The price is paid in updates.  A model that is only slightly late is stale as well, and undoes part of its
-group's progress: if the steps of eight ranks vary by 1 %, 65 % of the updates count in the mean of all
-models (``benchmarks/averaging-convergence.md``).  With ``grouping="synchronous"``, all of them count.
+The price is lost updates.  Even a model that is only slightly late is stale, and undoes part of its
+group's progress: if the steps of eight ranks vary by 1 %, only 65 % of the updates count in the mean of
+all models (``benchmarks/averaging-convergence.md``).  With ``grouping="synchronous"``, all of them count.
 
-On local processes, one of which is late on every step.  The table shows the mean time per step; the
-caption says how long ranks waited and how many models were stale.  In your own training,
-``Averager.stats`` returns these numbers::
+The following commands train on local processes, most of them with late ranks.  Each prints a table with
+the mean time per step; its caption says how long ranks waited and how many models were stale.  In your
+own training, ``Averager.stats`` returns these numbers::
 
     sparsync train --algorithm Allreduce-SGD,WAGMA-SGD --ranks 2 --steps 8 --delay random:1:0.05
     sparsync train --algorithm wagma:group_size=2,sync_period=none,wagma:dynamic=false --ranks 2 --steps 8
@@ -119,8 +119,8 @@ always delays the same rank.  ``heavytail:MIN:MAX`` delays every rank on every s
 Table I, for every scheme here
 ------------------------------
 
-All schemes are decentralized: no rank is a server.  The staleness refers to the models or updates that
-enter an average.  "never" means that only ``finish`` averages over all ranks.
+All schemes are decentralized: no rank is a server.  The staleness is the age of the models or updates in
+an average.  "never" means that only ``finish`` averages over all ranks.
 
 ===================  ========  ==============  ==========  ===============  ==========================
 scheme               averages  S               staleness   global average   in the paper's Table I
@@ -155,17 +155,18 @@ scheme               averages  S               staleness   global average   in t
 Differs from the paper
 ----------------------
 
-* **P and S** may be any numbers, because few jobs have a power of two of ranks.  If S does not divide P,
-  group sizes differ by one; such groups end at different times, which makes models stale.  For powers
-  of two, the groups are those of Algorithm 1, read as ``mask = 1 << shift``.  As printed, a mask that is
-  already shifted is shifted again, which does not reproduce the paper's own examples.
-* **A late rank that finds no newer result keeps its model.**  It uses each result only once, because
-  the result would otherwise count twice.  A rank that is late by several averages publishes once and
-  uses only the newest result; Algorithm 2 has one average per step.
+* **P and S** may be any numbers, because in few jobs the number of ranks is a power of two.  If S does
+  not divide P, group sizes differ by one; such groups end at different times, which makes models stale.
+  For powers of two, the groups are the same as in Algorithm 1, read as ``mask = 1 << shift``.  As
+  printed, Algorithm 1 shifts a mask that is already shifted, which does not reproduce the paper's own
+  examples.
+* **A late rank that finds no newer result keeps its model**, because a result that is used twice would
+  count twice.  A rank that is late by several averages publishes its model once and uses only the newest
+  result, whereas Algorithm 2 has one average per step.
 * **A group's sum** uses recursive doubling or reduce-scatter plus allgather, whichever is cheaper at 50
   us per message and 1 Gbit/s.  The paper's butterfly is the former.
-* **Activation** uses a binomial tree rotated to the activator, which works for any P, instead of the
-  exclusive or in Figure 1.  Data that arrive early activate as well.
+* **Activation** uses a binomial tree whose root is the activator.  Unlike the exclusive or in Figure 1,
+  this works for any P.  Data that arrive before the activation message also activate a rank.
 * **Before its first step**, a rank contributes its initial model; the paper does not specify this.  After
   a global average, a rank that is late contributes the model that it gave to that average, as Algorithm
   2's send buffer does.
@@ -180,7 +181,7 @@ Additions, off by default:
 
 * ``values="bf16"`` or ``"int8"``: group averages are rounded, and the error is contributed later.
 * ``deadline=``: a rank that is silent for this long is left out, and rejoins when it is heard from again.
-  As published, the others wait for it.
+  Without a deadline, as published, the others wait for it.
 
 Not here
 --------
@@ -192,13 +193,14 @@ Not here
   (``sparsync_papers.workloads.ppo``).
 * Averaging gradients instead of models: ``sparsync.attach``.
 * Agents over MPI: agents always open their own ZeroMQ connections, whatever transport the job uses.
-* The paper's throughput on Piz Daint; it is simulated with that machine's compute and network times.
+* Measured throughput on Piz Daint: it is simulated, with that machine's compute and network times.
 
 Figures
 -------
 
 * ``benchmarks/averaging-throughput.md``: Figures 4, 7 and 10, in virtual time.
-* ``benchmarks/averaging-convergence.md``: loss of all schemes after equal steps, with late ranks.
+* ``benchmarks/averaging-convergence.md``: loss of all schemes after the same number of steps, with late
+  ranks.
 * ``benchmarks/averaging-ablations.md``: section 5.2's ablations on 64 ranks.  ``sparsync reproduce
   wagma-ablations`` repeats the ablations of sections 5.2 and 5.3 with smaller models.
 * ``benchmarks/averaging-delays.md``: seconds that delays add, on real processes.

@@ -1,9 +1,9 @@
-"""The agent of a rank, which executes rounds of averaging while the rank itself computes.
+"""An agent executes rounds of averaging for its rank, while the rank itself computes.
 
 Rounds have version numbers and are executed in order, once each.  A round starts on a rank when the rank
-arrives at it, or when it learns that another rank has arrived.  This news travels down a binomial tree
-rooted at the activator, and with the round's own messages.  A ``Rounds`` object computes the result of a
-round.  This module is independent of threads and sockets.
+arrives at it, or when its agent learns that another rank has arrived.  This news spreads along a binomial
+tree from the activator, the rank that starts the round, and with the round's own messages.  A ``Rounds``
+object computes the result of a round.  This module is independent of threads and sockets.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ __all__ = [
 ]
 
 _LAYOUT: Final = struct.Struct("<IIqQ")
-_VERSIONS: Final = 1 << 20  # per step: its round has the last one, calls of ``finish`` the others
-# versions for which an agent remembers which ranks it has told
+# versions per step: the last one is that of the step's round, the others are for calls of ``finish``
+_VERSIONS: Final = 1 << 20
+# for how many versions an agent remembers which ranks it has told of a round
 _REMEMBERED: Final = 32 * _VERSIONS
 
 
@@ -59,7 +60,7 @@ def round_of(step: int) -> int:
 
 
 def finish_of(step: int, before: int) -> int:
-    """Return the version of an average before the round of a step; ``before`` is the last such version.
+    """Return the version of a ``finish`` before a step's round; ``before`` is the previous ``finish``.
 
     Example:
         >>> first = finish_of(3, before=-1)
@@ -70,7 +71,7 @@ def finish_of(step: int, before: int) -> int:
 
 
 def is_finish(version: int) -> bool:
-    """Return whether a version is that of a ``finish``, and not of a step's round."""
+    """Return whether a version belongs to a ``finish``, and not to the round of a step."""
     return version != round_of(step_of(version))
 
 
@@ -80,7 +81,7 @@ def step_of(version: int) -> int:
 
 
 def tree_children(rank: int, root: int, world_size: int) -> list[int]:
-    """Return the ranks to which a rank forwards in the binomial tree of ``root``, nearest first.
+    """Return a rank's children in the binomial tree that starts at ``root``, nearest first.
 
     Example:
         >>> tree_children(1, 1, 4), tree_children(2, 1, 4), tree_children(3, 1, 4)
@@ -99,13 +100,15 @@ class Kind(IntEnum):
 
     ACTIVATE = 1  # a round has begun; number: the activator
     DATA = 2  # a message of a round's collective
-    RESULT = 3  # result of a round that the receiver has not ended; number: models in the sum
+    RESULT = 3  # the result of a round that the receiver has not ended; number: models in the sum
     PING = 4  # is the receiver alive?
     PONG = 5
-    VIEW = 6  # news about the present ranks
+    VIEW = 6  # which ranks are present
     # to a rank that was left out: the present ranks and the last common sum; number: models in the sum
     WELCOME = 7
-    APART = 8  # ranks are in different calls; version: that of a ``finish``; number: others' local steps
+    # ranks are in different calls; version: the ``finish``; number: local steps that other ranks have
+    # done
+    APART = 8
 
 
 class Header(NamedTuple):
@@ -141,12 +144,14 @@ class Answer(NamedTuple):
 
     result: Round  # the newest result
     resumes: bool  # the rank had been left out, and resumes with this result, after this round
-    left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason, of all ranks so far
+    left_out: tuple[
+        tuple[int, int, str], ...
+    ]  # rank, step and reason, for all ranks left out so far
     present: list[int]  # the ranks that are present, ascending
 
 
 class Rounds(ABC):
-    """The rounds of an algorithm; by default, all ranks join, and the first to arrive starts a round."""
+    """The rounds of a scheme; by default, all ranks join, and the first to arrive starts a round."""
 
     def synchronous(self, version: int) -> bool:
         """Return whether a rank joins the round only once it has arrived itself."""
@@ -172,7 +177,7 @@ class Rounds(ABC):
     def reduce(
         self, comm: Communicator, version: int, contributed: int
     ) -> Coroutine[Operation, None, Tensor]:
-        """Sum the contributions of a group's ranks; a round may be restarted."""
+        """Sum the contributions of a group's ranks; called again if a round is restarted."""
 
     def end(self, result: Round) -> None:  # noqa: B027 (most need nothing)
         """Process the result of a round."""
@@ -187,7 +192,7 @@ class Rounds(ABC):
 
 @final
 class _AgentComm(Communicator):
-    """Adapts messages between agents to the communicator of a round's collective."""
+    """The communicator of a round's collective, which sends its messages between agents."""
 
     def __init__(self, agent: Agent, version: int, view: int) -> None:
         super().__init__(agent.host.rank, agent.host.world_size, torch.device("cpu"))
@@ -264,7 +269,7 @@ class Agent(Companion):
         self.left_out: list[tuple[int, int, str]] = []
         self._attempt: _Attempt | None = None
         self._mail: dict[tuple[int, int, int], deque[Tensor]] = {}  # by version, view and source
-        # the last round is that of the step before: a ``finish`` may come first
+        # count the round of the previous step as the last one, because a ``finish`` may come next
         before = round_of(step - 1)
         self._restart(Round(before, model, 1, before), round_of(step))
         rounds.publish(model)
@@ -295,7 +300,7 @@ class Agent(Companion):
     # ---- the rank's calls
 
     def arrive(self, version: int, vector: Tensor, reply: Reply) -> None:
-        """Publish this rank's model; ``reply`` gets this or a later round, or the one to resume at."""
+        """Publish this rank's model; reply with the result of this round, a later one, or a welcome."""
         self._waiting = version, reply
         if self._welcome is not None:
             self._answer(self._welcome)
@@ -341,7 +346,9 @@ class Agent(Companion):
                 self._tell(header.version, header.number)
                 self._take_part(header.version)
             case Kind.DATA if header.version <= self._last.version:
-                self._repeat(source, header.version)  # restarted by the sender, ended on this rank
+                self._repeat(
+                    source, header.version
+                )  # the sender restarted a round that has ended here
             case Kind.DATA:
                 self.mail_of(header.version, header.view, source).append(body)
                 self._take_part(header.version)
@@ -353,7 +360,7 @@ class Agent(Companion):
                 self._post(source, Kind.PONG)
                 if (
                     header.version <= self._last.version
-                ):  # it waits in a round that ended on this rank
+                ):  # the sender waits in a round that has ended here
                     self._repeat(source, header.version)
             case Kind.VIEW:
                 self._merge(body.clone().view(torch.int64).tolist())
@@ -366,7 +373,8 @@ class Agent(Companion):
         """Fail on all ranks if a rank is in a ``finish`` that this rank has passed without ending it."""
         under_way = self.version if self._attempt is not None else -1
         newest = max(arriving, self._arrived, self._last.version, under_way)
-        # a rank that was left out may also be in a call that the others never made
+        # only if all ranks have always been present (view 0): a rank that was left out may be in a call
+        # that the others never made
         if is_finish(version) and self._concluded < version < newest and self._view == 0:
             done = step_of(newest + 1)
             for peer in self.present:
@@ -408,7 +416,7 @@ class Agent(Companion):
             told.add(child)
             if self._is_present(child):
                 self.post(child, Header(Kind.ACTIVATE, root, version).pack())
-            else:  # tell the children of a rank that is left out in its place
+            else:  # a rank that is left out forwards nothing, so tell its children directly
                 pending += tree_children(child, root, self.host.world_size)
 
     def _post(self, dest: int, kind: Kind, body: Tensor | None = None) -> None:
@@ -450,11 +458,11 @@ class Agent(Companion):
     def _end(self, result: Round) -> None:
         """Process a round's result from this or another rank; advance to the round of the next step."""
         self._drop()
-        # in steps: a model contributed to a ``finish`` is that of the step before
+        # round the age up to steps: a model contributed to a ``finish`` is from the step before
         age = -(-(result.version - result.contributed) // _VERSIONS)
         self.participation.note(age, result.models)
         self.rounds.end(result)
-        # if a group waits only for its own ranks, the average is not a model that all ranks have
+        # if a round waits only for the ranks of a group, its average is not a model that all ranks have
         if self._waits_for_all(result.version) and result.models == len(self.present):
             self._common = result
         self._last = result
@@ -477,8 +485,7 @@ class Agent(Companion):
     def tick(self) -> None:
         """Ping the rank that keeps this one waiting; leave it out if it stays silent."""
         if self._attempt is not None and self.due is not None and self.deadline is not None:
-            # a tick that is this late means that this rank itself was suspended, and may have unread
-            # messages
+            # if this tick is so late, this rank itself was suspended, and there may be unread messages
             if self.host.now - self.due > self.deadline / 4:
                 self._attempt.since = self.host.now
             self._watch(ask=True)
@@ -528,7 +535,7 @@ class Agent(Companion):
         self.post(peer, header.pack(), torch.cat([*map(bytes_of, parts)]))
 
     def _merge(self, generations: list[int], reason: str = "other ranks say so") -> None:
-        """Merge news about the present ranks; if these changed, restart the current round among them."""
+        """Merge news of which ranks are present; if these have changed, restart the current round."""
         # element-wise maxima commute, so the order in which news arrives does not matter
         newer = [max(pair) for pair in zip(self._generations, generations, strict=True)]
         if newer == self._generations:

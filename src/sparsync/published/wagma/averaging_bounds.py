@@ -1,9 +1,9 @@
 """WAGMA's bounds as numbers: the distance between models (Lemma 4.5), and the rate of convergence.
 
-The analysis considers one interaction at a time, which averages S of the P models, drawn at random.  A
-rank averages its own model with the other S - 1 as they were before their last gradient step, and then
-takes a gradient step.  Every tau interactions, all models are averaged.  P / S interactions correspond to
-one training step.
+The analysis considers one interaction at a time, which averages S of the P models, drawn at random.  Each
+of these ranks averages its own model with the other S - 1, as they were before their last gradient step,
+and then takes a gradient step.  Every tau interactions, all models are averaged.  P / S interactions
+correspond to one training step.
 
 ============  =======================================================================================
 f, L          the objective; the Lipschitz constant of its gradients
@@ -45,8 +45,8 @@ def theorem_4_6(
 ) -> float:
     """Bound the mean of ``E |grad f(mu_t)|^2`` over T interactions at a learning rate of ``P / sqrt(T)``.
 
-    ``(2 gap + 8 S^2 M^2 + 64 S^2 L^2 M^2) / sqrt(T)``.  Squared gradients are at most M^2 in any case, so
-    the bound is vacuous unless ``T > 64 S^4``.
+    The bound is ``(2 gap + 8 S^2 M^2 + 64 S^2 L^2 M^2) / sqrt(T)``.  Since the expected squared gradient
+    is at most M^2 in any case, the bound says nothing unless ``T > 64 S^4``.
 
     Args:
         steps: T, at least ``P^4 tau^4``.
@@ -84,7 +84,7 @@ def theorem_4_1(
     world_size: int,
     sync_period: int,
 ) -> int:
-    """Return the number of interactions after which some mean model had ``E |grad f|^2 <= goal``.
+    """Return the number of interactions within which some mean model has ``E |grad f|^2 <= goal``.
 
     The paper gives the order, ``max(gap^2 / goal^2, S^4 M^4 L^4 / goal^2, P^4 tau^4)``; this function
     returns the number that follows from Theorem 4.6.

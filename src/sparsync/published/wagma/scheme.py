@@ -1,12 +1,13 @@
-"""WAGMA-SGD: averages in changing groups without waiting for late ranks, and globally at intervals.
+"""WAGMA-SGD averages in changing groups without waiting for late ranks, and globally at intervals.
 
 The first rank to arrive starts the average for all.  A late rank contributes the last model that it
 published, and finds the result when it arrives.
 
-The ranks form a row, which is cut into groups of neighbours.  Before every step, the row is shuffled by
-the same permutation: rank r is at place ``r * stride**-step mod modulus``.  If P and S are powers of two,
-stride S and modulus P - 1 rotate the bits of r, which *is* Algorithm 1: step t merges along the ``log2
-S`` bits that start at ``(t * log2 S) mod log2 P``.  Unlike bit rotation, multiplication works for any P.
+The ranks form a row, which is cut into groups of neighbours.  Before every step, the same permutation
+shuffles the row: rank r is at place ``r * stride**-step mod modulus``.  If P and S are powers of two, the
+stride is S and the modulus P - 1, so the multiplication rotates the bits of r.  This *is* Algorithm 1:
+step t merges along the ``log2 S`` bits that start at ``(t * log2 S) mod log2 P``.  Unlike bit rotation,
+multiplication works for any P.
 """
 
 from __future__ import annotations
@@ -81,44 +82,49 @@ _GIVEN_UP: Final = MappingProxyType(
 
 @final
 class Wagma(Accompanied):
-    """Averages with a group of S ranks after every step, without waiting for late ranks.
+    """Averages models in groups of S ranks after every step, without waiting for late ranks.
 
     After local step t, with W' this rank's model (Algorithm 2)::
 
-        (t + 1) % tau != 0:   W = sum / S               W' was in the sum
-                              W = (sum + W') / (S + 1)  an older model of this rank was in it
+        (t + 1) % tau != 0:   W = sum / S               if W' is in the sum
+                              W = (sum + W') / (S + 1)  if it contains an older model of this rank
         (t + 1) % tau == 0:   W = mean over all ranks, which wait for each other
 
-    A rank that is late by several averages publishes once and uses only the newest result.  No model is
-    older than its rank's contribution to the last global average, so none is tau steps old.
+    A rank that is late by several averages publishes its model once and uses only the newest result.  No
+    model in an average is older than its rank's contribution to the last global average, so all are less
+    than tau steps old.
 
-    A stale model undoes part of its group's progress, so any jitter costs about a third of the updates
-    (``benchmarks/averaging-convergence.md``); ``grouping="synchronous"`` keeps them all.
+    A stale model undoes part of its group's progress.  If the steps of eight ranks vary by only 1 %, 35
+    to 42 % of the updates are lost (``benchmarks/averaging-convergence.md``); ``grouping="synchronous"``
+    keeps all of them.
 
     Args:
         group_size: S; default: about sqrt(P) (``default_group_size``).  If S does not divide P, group
             sizes differ by one.  With 1 there are only global averages, which is local SGD.
-        sync_period: tau, in steps.  None stands for infinity: there is no global average before
-            ``finish``, which violates an assumption of Theorem 4.1 (rank 0 reports which one).
-        grouping: "wait-avoiding": a late rank's group continues without it; "synchronous": it waits.
-        dynamic: change groups from step to step (Algorithm 1).  False is the ablation of
+        sync_period: tau, in steps; the paper uses 10 in section 5.2, and 8 in sections 5.3 and 5.4.  None
+            stands for infinity: there is no global average before ``finish``, which violates an
+            assumption of Theorem 4.1 (rank 0 reports which one).
+        grouping: with "wait-avoiding", a group continues without a late rank; with "synchronous", it
+            waits.
+        dynamic: whether groups change from step to step (Algorithm 1).  False is an ablation in
             section 5.2.
         values: group averages are sent as "fp32" (the model's own dtype), "bf16" or "int8"; a rank adds
             its rounding error to its next contribution.  Global averages are never rounded.
-        deadline: seconds of silence after which a rank that others wait for is left out and reported.
-            When it is heard from again, it resumes with the last global average, at the others' step
-            (``resume_at``).  With None, the others wait for it.
+        deadline: if others wait for a rank and it is silent for this many seconds, it is left out and
+            reported.  When it is heard from again, it resumes with the last global average, at the
+            others' step (``resume_at``).  With None, the others wait for it.
 
     Raises:
         DeadlineError: a rank is late for a global average by more than the communicator's timeout.
 
     Cost: per step, 2 n (S - 1) / S elements in 2 ceil(log2 S) messages, or log2 S messages of n if that
-    is cheaper (rounded: S - 1 + ceil(log2 S) messages), and at most log2 P activations.  Memory: the
-    published model and the newest result; rounded: also the last global average and the error.
-    State: the step; rounded: also the error and the last global average.  A resumed run starts as after a
-    global average.
-    Differs from the paper: any P and S; a late rank that finds no newer result keeps its model; the
-    deadline.
+    is cheaper ("bf16" and "int8": S - 1 + ceil(log2 S) messages), and at most log2 P activations.
+    Memory: the published model and the newest result; with "bf16" and "int8", also the last global
+    average and the rounding error.
+    State: the step; with "bf16" and "int8", also the rounding error and the last global average.  A
+    resumed run continues as if it had just taken a global average.
+    Differs from the paper: P and S may be any numbers; a late rank that finds no newer result keeps its
+    model; there may be a deadline.
 
     Example:
         >>> averager = Wagma(nn.Linear(2, 1), sync_period=4)
@@ -201,10 +207,10 @@ class Wagma(Accompanied):
         if speaks and self.sync_period is None:
             say(f"sync_period=None: {_GIVEN_UP[self.staleness]}")
         vector = vector.cpu()
-        # A group of one never waits.  An agent that contributes for its late rank would average the
-        # rank's new model with its own old one.
+        # A group of one has nobody to wait for.  If an agent contributed for its late rank, the rank
+        # would average its new model with its own old one.
         grouping = "synchronous" if size == 1 else self.grouping
-        # all ranks' differences are to the same base, also where a resumed rank has a model of its own
+        # all ranks send differences from the same base, even if the models of resumed ranks differ
         base = self.memory.get("base", vector).cpu()
         self._rounds = ModelRounds(
             base, size, self.sync_period, grouping, dynamic=self.dynamic, codec=self._codec
@@ -212,7 +218,7 @@ class Wagma(Accompanied):
         error = self.memory.get("error")
         self._rounds.error = None if error is None else error.cpu()
         self._taken = round_of(step - 1)
-        self._finish = -1  # also here, as a loaded state may be of an earlier step
+        self._finish = -1  # reset it, because a loaded state may be from an earlier step
         self._agent = Agent(self._rounds, comm.world_size, step, vector, self.deadline)
         self._run(comm, self._agent)
 
@@ -253,7 +259,7 @@ class Wagma(Accompanied):
 class ModelRounds(Rounds):
     """The rounds of WAGMA: group averages, and a global average when ``(step + 1) % sync_period == 0``.
 
-    With a codec, a rank contributes the difference between its model and the last global average,
+    With a codec C, a rank contributes the difference between its model and the last global average,
     ``base``, which all ranks have.  It adds the rounding error to its next contribution::
 
         p = W' + error;   q = C(p - base);   error = p - base - q
@@ -261,7 +267,7 @@ class ModelRounds(Rounds):
     So rounding does not change the mean of W + error over the ranks, as long as no rank is late.
 
     Attributes:
-        error: `[n]`, None without a codec.
+        error: the rounding error that the next contribution includes, `[n]`; None if there is none.
     """
 
     def __init__(
@@ -296,7 +302,7 @@ class ModelRounds(Rounds):
         return [present[i] for i in group_of(present.index(rank), count, size, step)]
 
     def memory(self) -> dict[str, Tensor]:
-        """Return the vectors that a state must contain: with a codec, the base and the error."""
+        """Return the vectors that a saved state must contain: with a codec, the base and the error."""
         if self.codec is None:
             return {}
         return {"base": self._base} | ({} if self.error is None else {"error": self.error})
@@ -320,8 +326,8 @@ class ModelRounds(Rounds):
             return await group_allreduce(comm, self._vector)
         base = self._base
         coded = await coded_allreduce(comm, self._vector - base, self.codec, step_of(version))
-        # A stale model is an extra term of the sum (Algorithm 2).  Rounding it again adds no error to
-        # repay, but the error of the round in which it was fresh still has to be repaid.
+        # A stale model is an extra term of the sum (Algorithm 2).  Rounding it again creates no new error
+        # to repay, but the error from the round in which it was fresh must still be repaid.
         owed = self.error if contributed < version else coded.lost
         self.error = coded.lost_of_sum if owed is None else owed + coded.lost_of_sum
         return base * comm.world_size + coded.total
@@ -335,9 +341,9 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
 
     If S divides P, all groups have S members.  Otherwise, group sizes differ by one and are as close to S
     as an even division allows; no rank is alone (unless S = 1).  If there are several groups of more than
-    one rank, consecutive steps never have the same groups.  The groups of ``step=0`` are fixed.
+    one rank, consecutive steps never have the same groups.  Fixed groups use ``step=0`` on all steps.
 
-    Cost: sorting the group, independent of P.
+    Cost: the time to sort the group, which does not depend on P.
 
     Example:
         >>> group_of(5, 8, 4, step=0), group_of(5, 8, 4, step=1)
@@ -350,8 +356,8 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     """
     groups = _groups(world_size, group_size)
     # The next shuffle should spread a group's members over as many groups as possible, without gaps.  So
-    # the stride is the smallest group's size, or the next smaller number that has an inverse.  If S
-    # divides P, the stride is S modulo P - 1; a stride of 2 is always invertible modulo P or P - 1.
+    # the stride is the size of the smallest group, or the next smaller number that has an inverse.  If S
+    # divides P, S is invertible modulo P - 1; 2 is always invertible modulo P or P - 1.
     stride, modulus = next(
         (stride, modulus)
         for stride in range(world_size // groups, 0, -1)
@@ -360,7 +366,7 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     )
 
     def shuffled(number: int, exponent: int) -> int:
-        moves = number < modulus  # with modulus P - 1 the last rank keeps its place
+        moves = number < modulus  # with modulus P - 1, the last rank keeps its place
         return number * pow(stride, exponent, modulus) % modulus if moves else number
 
     index = shuffled(rank, -step) * groups // world_size
@@ -370,12 +376,12 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
 
 
 def _groups(world_size: int, group_size: int) -> int:
-    """Return P / S rounded to nearest, half down, so that no rank is alone with S = 2 and odd P."""
+    """Return P / S rounded to nearest; halves go down, so that no rank is alone with S = 2 and odd P."""
     return (2 * world_size + group_size - 1) // (2 * group_size)
 
 
 def _sizes(world_size: int, group_size: int) -> tuple[int, int]:
-    """Return the sizes of the smallest and of the largest group.
+    """Return the sizes of the smallest and the largest group.
 
     Example:
         >>> _sizes(8, 4), _sizes(4, 3), _sizes(7, 3)
@@ -409,7 +415,7 @@ def default_group_size(world_size: int) -> int:
 async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
     """Sum over a group with the cheaper of two algorithms; the result is equal on all members.
 
-    Cost: log2 S messages of n for recursive doubling, or the cost of ``comm.allreduce``.
+    Cost: log2 S messages of n elements (recursive doubling), or the cost of ``comm.allreduce``.
     """
     size = comm.world_size
     hops = (size - 1).bit_length()
@@ -437,7 +443,7 @@ class CodedSum(NamedTuple):
 async def coded_allreduce(
     comm: Communicator, vector: Tensor, codec: Codec[DenseVector], seed: int
 ) -> CodedSum:
-    """Sum over a group: every member sums one block of rounded vectors and sends the result to all.
+    """Sum rounded vectors over a group: every member sums one block and sends its sum to all.
 
     The codec's random numbers depend on ``seed`` and the rank.
 
@@ -458,7 +464,7 @@ async def coded_allreduce(
     lost = vector - torch.cat([one.decoded.values for one in encoded])
     lost[mine] = 0  # this rank sums its own block, so the block is not rounded
     capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
-    # the longest block that goes to any other rank; the last blocks are shorter
+    # the size of the longest block that goes to another rank; the last blocks are shorter
     most = [max(capacities[:r] + capacities[r + 1 :], default=0) for r in range(len(blocks))]
     received = await comm.alltoallv([one.payload for one in encoded], most, "average", framing)
     total = torch.zeros_like(blocks[comm.rank])

@@ -86,7 +86,8 @@ One vector, without a model::
 
     reduced = sparsync.allreduce(torch.randn(10_000), sparsync.connect(), k=100, algorithm="oktopk")
 
-On virtual ranks; the paper's names work as well, in upper or lower case, and options follow a colon::
+The following commands use virtual ranks.  They also accept the paper's names, in upper or lower case;
+options follow a colon::
 
     sparsync simulate --algorithm Ok-Topk,oktopk-paper:threshold_period=128 --ranks 8 --model-size 100000
     sparsync bench --collectives TopkA,TopkDSA,gTopk,Gaussiank,Ok-Topk --ranks 8 --size 100000 --steps 4
@@ -109,8 +110,8 @@ Differs from the paper
   more.
 * **An allgatherv of uneven counts runs on a ring**, which sends nothing twice.  Dissemination would send
   a large block up to log P times.
-* **An overfull rank hands over all of its entries** when balancing and gets none back, because it already
-  knows them.
+* **An overfull rank hands over all of its entries** when they are balanced, and gets none back, because
+  it already knows them.
 * **Indices are relative to their region**, so 32 bits suffice for any n.  Every message has a header of
   8 bytes.
 * **Values may be rounded** (``codec=``) up to three times: entries on their way to a region's owner, sums
@@ -130,7 +131,7 @@ Differs from the paper
 * **Boundaries are quantiles of the summed counts** (``boundaries="histogram"``).  The paper averages the
   ranks' own cuts, which assumes that their supports look alike.
 * **Regions are cut again early** (``repartition_trigger=1.5``) when one of them held 1.5 times the mean.
-  A jump of the supports then exceeds the bound for one step instead of up to 64.
+  If the supports jump, the volume then exceeds its bound for one step instead of up to 64.
 
 ``threshold_period="auto"`` is an addition: each rank renews its threshold when it selects fewer than
 0.89 k or more than 1.11 k entries.
@@ -151,12 +152,12 @@ Not here
 Figures
 -------
 
-* ``docs/results.md``: times on real links, compared with dense and this project's "budgeted".
+* ``docs/results.md``: times on real links, compared with "dense" and this library's "budgeted".
 * ``benchmarks/oktopk_volume.md``: words per k for a range of P and inputs.
 * ``benchmarks/ablations.md``: rotation, bucketing and both kinds of balancing, each switched off alone.
 * ``benchmarks/threshold-period.md``: how long a threshold stays accurate.
 * ``benchmarks/xi.md``: xi for a range of values and densities.
-* ``benchmarks/convergence-sgd.md``: loss after equal numbers of steps.
+* ``benchmarks/convergence-sgd.md``: loss after the same number of steps.
 * ``benchmarks/reproduced.md``: Table 1 and Figures 4 to 13 next to the paper's numbers, produced by
   ``sparsync reproduce oktopk-table1`` and its siblings.
 """

@@ -59,10 +59,11 @@ _COUNTS_TURN = 1 / 3  # share of a turn, because a round that exchanges counts d
 
 @dataclass(frozen=True)
 class OkTopkState:
-    """The state carried from step to step, equal on every rank.
+    """The state that is kept from step to step, equal on every rank.
 
     Attributes:
-        boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and after a region was crowded.
+        boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and after a step on which a
+            region was crowded.
         threshold_key: the last global threshold as a magnitude key.
     """
 
@@ -75,41 +76,41 @@ class OkTopk(Collective):
     """Top-k of the sum of the ranks' top-k entries, with O(k) volume for any P.
 
     The phases, with the lines of Algorithm 1: 1. agree on P regions that hold equally many selected
-    entries, every ``repartition_period`` steps (5-7);  2. split and reduce: each region's owner sums it
-    (8);  3. select the k largest globally (9-12);  4. balance, if counts are uneven, and allgatherv (13);
-    5. delivered = selected entries whose index is in the total (14).
+    entries, every ``repartition_period`` steps (5-7);  2. split and reduce: each region's owner sums its
+    entries (8);  3. select the k largest globally (9-12);  4. balance, if counts are uneven, and
+    allgatherv (13);  5. a rank's selected entries whose index is in the total are delivered (14).
 
     Args:
         codec: wire format (default: coo).  A lossy codec rounds entries on their way to a region's
             owner, and the owner's sums on their way to all ranks.
-        keep_error: the rank that rounds keeps the error, which requires a contractive codec; if
-            False, the error is lost and reported.
+        keep_error: whether the rank that rounds a value keeps the error, which requires a contractive
+            codec; if False, the error is lost and reported.
         repartition_period: tau in steps (paper: 64).
-        repartition_trigger: cut again on the next step if a region held more than this multiple of
-            the mean (1.5 keeps the words received in phase 2 below 3k).  None never cuts early, as
-            published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
+        repartition_trigger: cut the regions again on the next step if one of them held more than this
+            multiple of the mean (1.5 keeps the words received in phase 2 below 3k).  None never cuts
+            early, as published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
         boundaries: "histogram" (quantiles of the summed counts) or "average" (means of the ranks' own
-            cuts, as published, section 3.1.1; assumes that the ranks' supports look alike).
+            cuts, as published in section 3.1.1; this assumes that the ranks' supports look alike).
         global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
             every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
-        cap: at most ``cap * k`` entries are sent, locally and globally; None for no limit.
+        cap: at most ``cap * k`` entries are sent, locally and globally; None sets no limit.
         buckets: number of buckets of messages in the split; one is reduced while the next is in flight
-            (section 3.1.1, which gives no number).  1: no bucketing.
-        rotate: rotate destinations (Figure 2b).
-        balanced_split: False cuts even regions (the "naive reduce" of Figure 7a).
-        balance: False never balances before the allgatherv (Figure 7b).
+            (section 3.1.1, which gives no number).  With 1, there is no bucketing.
+        rotate: whether every rank starts with another destination (Figure 2b).
+        balanced_split: with False, regions have equal widths (the "naive reduce" of Figure 7a).
+        balance: with False, entries are never balanced before the allgatherv (Figure 7b).
         balance_trigger: balance if the largest count exceeds this multiple of the mean (section 5.3:
             4).
 
-    Cost: 2 k (P - 1) / P words where supports match the regions (Theorem 3.1 is tight), at most
-    6 k (P - 1) / P on exchangeable inputs (Equation 3) and 6 k - 4 k / P on all others, as long as
-    supports do not move from one step to the next; at most 2 P + 2 log2 P messages and the small
+    Cost: 2 k (P - 1) / P words if supports match the regions (Theorem 3.1 is tight), at most
+    6 k (P - 1) / P on exchangeable inputs (Equation 3), and at most 6 k - 4 k / P on all others, as long
+    as supports do not change from one step to the next.  At most 2 P + 2 log2 P messages, and the small
     allreduces of phases 1 and 3.
     State: ``OkTopkState``.
-    Differs from the paper: any P; steps 0-based; by default the cap, histogram cuts and histogram
-    threshold (the preset "oktopk-paper" is as published); an allgatherv whose counts stayed uneven
-    runs on a ring, which sends nothing twice.
+    Differs from the paper: P may be any number; steps are 0-based; by default, there is a cap, and both
+    cuts and threshold come from histograms (the preset "oktopk-paper" is as published); if counts are
+    still uneven, the allgatherv runs on a ring, which sends nothing twice.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -177,9 +178,10 @@ class OkTopk(Collective):
     def cost(self, job: Job) -> Cost:
         """Return Equations 1 and 2 for equally full regions, plus the cost of agreeing on the regions.
 
-        The cost is a mean over the steps of a period.  One of them cuts the regions again and, with an
-        allgathered threshold, one collects all reduced entries.  It assumes that reused thresholds select
-        k entries.  Equation 3 is the paper's bound; ``bound_words`` holds for the default settings.
+        The cost is a mean over the steps of a period.  One of these steps cuts the regions again and,
+        with ``global_threshold="allgather"``, one collects all reduced entries.  The cost assumes that
+        reused thresholds select k entries.  Equation 3 is the paper's bound; ``bound_words`` holds for
+        the default settings.
 
         Example:
             >>> cost = OkTopk().cost(Job(10**6, 10_000, 8))
@@ -206,7 +208,7 @@ class OkTopk(Collective):
         return cost + Cost(0, 0, encoded=encoded, decoded=decoded, turns=turns)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return ``bound_words`` if capped; as published, Equation 3, which ignores exact steps."""
+        """Return ``bound_words`` with a cap; Equation 3, which ignores exact steps, if as published."""
         if self.global_threshold == "allgather":
             return equation_3(job.k, job.world_size).words
         if self.cap == 1:
@@ -261,7 +263,7 @@ class OkTopk(Collective):
     async def _agree_on_boundaries(
         self, comm: Communicator, selected: SparseVector, k: int, step: int
     ) -> list[int]:
-        """Phase 1: renew the boundaries when the period opens."""
+        """Return the boundaries of the regions (phase 1); renew them at the start of every period."""
         size, world_size = selected.size, comm.world_size
         if not self.balanced_split:
             return even_boundaries(size, world_size)
@@ -271,7 +273,7 @@ class OkTopk(Collective):
             return list(known)
         if self.boundaries == "average":
             # In the tight case of Theorem 3.1, rank i has selected entries only in region i, so the means
-            # of the ranks' cuts fit no rank: at P = 16, one of them receives 13.1 words per k.
+            # of the ranks' cuts suit no rank: at P = 16, one rank receives 13.1 words per k.
             cuts = regions.equal_count_cuts(selected.indices.tolist(), size, world_size)
             sums = await comm.allreduce(torch.tensor(cuts, dtype=torch.int64), "boundaries")
             return [0, *(total // world_size for total in sums.tolist()), size]
@@ -381,7 +383,7 @@ class OkTopk(Collective):
         return _Kept(self._within_cap(counts, k, finite=finite), threshold_key)
 
     async def _by_threshold(self, comm: Communicator, region: SparseVector, k: int) -> _Kept:
-        """Keep entries that reach a reused threshold; above the cap, cut all ranks pro rata."""
+        """Keep entries that reach a reused threshold; above the cap, keep fewer on all ranks pro rata."""
         threshold_key = self.state.threshold_key
         key = torch.tensor([max(threshold_key or 0, 1)], device=region.values.device)
         reach = int(kernels.count_from(region.values, key))
@@ -405,10 +407,10 @@ class OkTopk(Collective):
 
 
 class _Kept(NamedTuple):
-    """The number of largest entries that each rank keeps of its region, known to all ranks.
+    """How many of its region's largest entries each rank keeps, known to all ranks.
 
-    ``loads`` has the number of entries that each rank summed; it is empty if the ranks have not exchanged
-    them.
+    ``loads`` holds the number of entries that each rank summed; it is empty if the ranks have not
+    exchanged these numbers.
     """
 
     counts: Sequence[int]
@@ -422,13 +424,15 @@ class _Kept(NamedTuple):
 def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
     """Return the most words that a rank sends or receives on any step of the preset "oktopk".
 
-    ``6 k (P - 1) / P`` (Equation 3) if the ranks' inputs are exchangeable.  For arbitrary inputs
-    ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 2, plus Equation 1 without its assumption that a
-    rank owns 1 / P of the entries that it selected (it may have to send all k).
+    The bound is ``6 k (P - 1) / P`` (Equation 3) if the ranks' inputs are exchangeable.  For arbitrary
+    inputs, it is ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 2, plus Equation 1 without the
+    assumption that a rank owns 1 / P of the entries that it selected (it may have to send all k).
 
-    Domain: supports that do not move from one step to the next (the paper: for 64 steps).  Headers and
-    histograms have no separate term.  If ``k / P >= 256``, the bound leaves room for them, except where
-    the entries alone take all 4 k words: P = 2, disjoint supports, one rank's values dominating.
+    The bound holds if supports do not change from one step to the next (the paper: for 64 steps).
+    Headers and histograms have no separate term.  If ``k / P >= 256``, the bound leaves room for them,
+    with one
+    exception: if P = 2, supports are disjoint and one rank's values dominate, the entries alone take all
+    4 k words.
 
     Example:
         >>> [bound_words(1000, 4, exchangeable=e) for e in (True, False)]
@@ -467,8 +471,8 @@ def split_cost(k: float, world_size: int, message: float | None = None) -> Cost:
 def gather_cost(k: float, world_size: int, message: float | None = None) -> Cost:
     """Return the cost of balance and allgatherv for even counts, which need no balancing.
 
-    This is an allgatherv of ``2 k (P - 1) / P`` words.  For any counts Equation 2 gives at most
-    ``(P + 2 log P) alpha + 4 k (P - 1) / P beta``.  ``message``: as for ``split_cost``.
+    This is an allgatherv of ``2 k (P - 1) / P`` words.  For arbitrary counts, Equation 2 gives at most
+    ``(P + 2 log P) alpha + 4 k (P - 1) / P beta``.  ``message`` is as for ``split_cost``.
 
     Example:
         >>> gather_cost(1000, 8).words
@@ -490,7 +494,7 @@ def histogram_cost(k: int, world_size: int) -> Cost:
 
 
 def counts_cost(numbers: int, world_size: int) -> Cost:
-    """Return the cost of allgathering a few integers per rank: its counts, and its region's load."""
+    """Return the cost of an allgather of a few integers per rank: its counts, and its region's load."""
     return allgatherv(numbers * COUNT_BYTES, world_size)
 
 

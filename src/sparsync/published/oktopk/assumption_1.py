@@ -18,9 +18,10 @@ def xi(
 ) -> float:
     """Return the smallest xi for which Assumption 1 (Equation 5) holds on one step.
 
-    ``|Topk(mean of a) - Topk(mean of Topk(a))| / |mean of g|`` over the ranks' a and g.  The learning
-    rate cancels if it is applied to both or to neither.  ``sparsync.monitoring.XiProbe`` estimates the
-    same quantity from samples during training.
+    It is ``|Topk(mean of a) - Topk(mean of Topk(a))| / |mean of g|``, where the means are over the
+    ranks, a is ``accumulated`` and g is ``gradients``.  The learning rate cancels if it is applied to
+    both or to neither.  ``sparsync.monitoring.XiProbe`` estimates the same quantity from samples during
+    training.
 
     Args:
         accumulated: residual plus gradient of each rank, `[n]` each, before selection.

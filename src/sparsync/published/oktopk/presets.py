@@ -19,18 +19,18 @@ def oktopk(
     floor: float | None = 2 / 3,
     **options: Any,
 ) -> Algorithm:
-    """Ok-Topk with histogram cuts, histogram threshold and a cap, which bound the volume of every step.
+    """Ok-Topk with a bounded volume on every step, by means of histograms and a cap.
 
-    The bound assumes that supports do not move from one step to the next (the paper: within 64 steps),
-    and that k / P >= 256.
+    The regions and the global threshold come from histograms.  The bound assumes that the ranks' supports
+    do not change from one step to the next (the paper: within 64 steps), and that k / P >= 256.
 
     Args:
         threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32).  With
             "auto", each rank renews its threshold when its count leaves a band of 11 % around k.
         cap: at most ``cap * k`` entries are sent, locally and globally.
-        floor: a step that finds fewer than ``floor * k`` local entries is made exact; None: never, as
-            published.  Early in training, a threshold reused for 32 steps finds 0.03 to 0.1 k
-            (benchmarks/threshold-period.md).
+        floor: a step whose threshold finds fewer than ``floor * k`` local entries selects exactly
+            instead.  None switches this off, as published.  Early in training, a threshold reused for 32
+            steps finds 0.03 to 0.1 k (benchmarks/threshold-period.md).
         options: see ``sparsync.published.oktopk.OkTopk``.
     """
     if cap is not None and floor is not None:
@@ -56,7 +56,8 @@ def oktopk_paper(*, threshold_period: int = 32, **options: Any) -> Algorithm:
 
     Args:
         threshold_period: tau' (paper, section 5.2: 32 for VGG and LSTM, 128 for BERT).
-        options: see ``sparsync.published.oktopk.OkTopk``; tau = 64 (section 3.1.1), trigger 4 (5.3).
+        options: see ``sparsync.published.oktopk.OkTopk``.  By default, tau is 64 (section 3.1.1) and the
+            balance trigger is 4 (section 5.3).
     """
     published = {
         "boundaries": "average",

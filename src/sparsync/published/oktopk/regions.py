@@ -63,10 +63,10 @@ def equal_count_cuts(indices: Sequence[int], size: int, parts: int) -> list[int]
 
 
 def is_crowded(loads: Sequence[int], trigger: float) -> bool:
-    """Return whether a region was so full that its boundaries should be agreed on again.
+    """Return whether a region was so full that ranks should agree on new boundaries.
 
-    A crowded region holds more than ``trigger`` times the mean, and more than new cuts could divide: an
-    index that all ranks selected is already a load of P.
+    A crowded region has more than ``trigger`` times the mean load, plus a margin of 2 P: an index that
+    all ranks selected is a load of P, which new cuts cannot divide.
     """
     world_size = len(loads)
     return bool(loads) and max(loads) > trigger * sum(loads) / world_size + 2 * world_size
@@ -102,19 +102,20 @@ async def quantiles(
 
     An allreduce of a histogram narrows every wanted cut to one bin; bins that still hold too many keys
     are divided again.  The paper averages the ranks' own cuts instead (section 3.1.1), which requires
-    supports that look alike.
+    that the ranks' supports look alike.
 
     Args:
         comm: the group.
-        below: returns, for ascending ``torch.int64`` edges in ``[0, stop]``, the number of this rank's
-            keys below each.
+        below: given ascending ``torch.int64`` edges in ``[0, stop]``, returns the number of this rank's
+            keys below each edge.
         ranks_of: returns the wanted 0-based positions, in ascending order, given the total number of
             keys.
         stop: all keys are smaller than this.
         bins: words of the first histogram; later ones take 64 per bracket that is divided again.
-        tolerance: returns, for the total, how many keys a bracket may hold before it is divided again.
+        tolerance: given the total, returns how many keys a bracket may hold before it is divided again.
         start_at: the range to search first, ``(low, high)``; by default, all keys.
-        count_limit: an upper bound of the total, the same on all ranks; decides on 4 or 8 bytes per bin.
+        count_limit: an upper bound of the total, the same on all ranks; from this follows whether a bin
+            has 4 or 8 bytes.
         phase: the phase under which the ledger counts the bytes.
 
     Returns:
@@ -144,7 +145,7 @@ async def quantiles(
                 _narrowed(bracket, position, edges, ends)
                 for bracket, position in zip(brackets, wanted, strict=True)
             ]
-        # a bracket of a single key cannot be divided, so the loop ends no matter how many keys tie there
+        # a bracket of a single key cannot be divided, so the loop ends however many entries have this key
         enough = tolerance(total)
         open_ones = sorted(
             {(b.low, b.high) for b in brackets if b.inside > enough and b.high - b.low > 1}
@@ -198,8 +199,8 @@ class Writer:
         step: 0-based, for codecs that draw random numbers.
 
     Attributes:
-        errors: values before minus after encoding, for every message, as parts of the whole vector; empty
-            for an exact codec.
+        errors: for every message, the values before encoding minus the decoded ones, at their indices in
+            the whole vector; empty for an exact codec.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class Writer:
         if self.exact:
             return self.codec.encode(region).payload
         encoded = self.codec.seeded(self._source, self._step).encode(region)
-        # use another source for the next message, because QSGD is unbiased only over independent draws
+        # seed the next message differently, because QSGD is unbiased only over independent draws
         self._source += self._ranks
         error = rounded_off(region, encoded.decoded)
         self.errors.append(error.embed(start, self._size))
@@ -225,7 +226,7 @@ class Writer:
     def write_regions(
         self, vector: SparseVector, boundaries: Sequence[int], own: int
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return one message per region (empty for ``own``), and the own region's unrounded entries."""
+        """Return one message per region (empty for ``own``), and the unrounded entries of ``own``."""
         if self.exact:
             return encode_regions(self.codec, vector, boundaries, own)
         parts, none = vector.split(boundaries), torch.empty(0, dtype=torch.uint8)
@@ -320,7 +321,7 @@ async def split_reduce(
         ahead = start(first + width)
         arrived += [await receiving for receiving in flight]
         flight = ahead
-        # an early reduction reads the running sum once more, which only pays if the rank would idle
+        # an early reduction reads the running sum once more, which pays only if the rank would idle
         if sum(receiving.poll(0.0) for receiving in flight) > len(flight) // 2:
             continue
         with comm.stage("unpack"):
@@ -436,14 +437,14 @@ async def balance_and_allgatherv(
 ) -> SparseVector:
     """Return the union of all ranks' kept entries, identical everywhere.
 
-    ``kept`` has this rank's entries, relative to its region; ``counts`` has each rank's number of
-    entries.  Entries are first balanced if the largest count exceeds ``balance_trigger`` times the mean;
-    with None, never.
+    ``kept`` holds this rank's entries, with indices relative to its region; ``counts`` holds each rank's
+    number of entries.  If the largest count exceeds ``balance_trigger`` times the mean, entries are
+    balanced first; with None, they never are.
 
     Cost: balancing takes at most 2 (P - 1) messages in total and 2k words per rank.  The allgatherv takes
     ceil(log2 P) messages and about 2k (P - 1) / P words if counts are even, otherwise P - 1 messages on a
-    ring and at most 2k words.  After balancing, m ranks hold nothing, and each of the others sends its
-    share to all of them (m messages, 2k m / (P - m) words more).  So a rank that handed over 2k words
+    ring and at most 2k words.  After balancing, m ranks hold nothing, and each of the others also sends
+    its share to all of these (m messages, 2k m / (P - m) words).  So a rank that handed over 2k words
     forwards nothing.
     """
     size, total, codec = boundaries[-1], sum(counts), writer.codec
@@ -504,9 +505,9 @@ async def _balance(
     boundaries: Sequence[int],
     writer: Writer,
 ) -> SparseVector:
-    """Hand entries over until rank j holds ``targets[j]``, in order, so that pieces can be joined."""
-    # a message has entries of one region, whose width all ranks know, so its indices are relative to
-    # that region
+    """Hand entries over in order, so that pieces can be joined, until rank j holds ``targets[j]``."""
+    # a message contains entries of one region, whose width all ranks know, so its indices are relative
+    # to that region
     codec, framing, phase = writer.codec, writer.framing, "balance"
     pieces = {comm.rank: mine.keep(slice(0, 0))}
     receiving: dict[int, Operation] = {}

@@ -1,4 +1,4 @@
-"""Threshold reuse: exact selection every ``threshold_period`` steps, else one comparison per entry."""
+"""Threshold reuse: exact selection every ``threshold_period`` steps, comparisons in between."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: down 
 
 @dataclass(frozen=True)
 class ReusedState:
-    """State carried from step to step."""
+    """The state that is kept from step to step."""
 
     # the k-th largest magnitude at the last exact step; None before the first step, or if all entries
     # were zero
@@ -33,26 +33,27 @@ class ReusedState:
 class Reused(Selector):
     """Selects the entries that are at least as large as the k-th largest one at the last exact step.
 
-    Exact steps select exactly ``min(k, nnz)`` entries.  On the steps between them, the count drifts.  So
-    only the ``cap * k`` largest are selected, and a step that finds fewer than ``floor * k`` is made
-    exact.
+    Exact steps select exactly ``min(k, nnz)`` entries.  On the steps between them, the count drifts.
+    Therefore only the ``cap * k`` largest are selected, and a step that finds fewer than ``floor * k``
+    becomes exact.
 
     ``threshold_period="auto"`` has no fixed period: a step that finds fewer than 0.89 k or more than
-    1.11 k entries selects exactly k and renews the threshold.  This is usually almost free: if at least k
-    entries lie above 84 % of the threshold, the k largest are among them.  The paper's 11 %, there an
-    average, becomes a bound (``benchmarks/threshold-period.md``).
+    1.11 k entries selects exactly k and renews the threshold.  This is usually almost free: if at least
+    k entries lie above 84 % of the threshold, the k largest are among them.  In the paper, 11 % is an
+    average deviation; here, it is a bound (``benchmarks/threshold-period.md``).
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
-        cap: maximum number of entries over k, on steps that reuse a threshold; None sets no bound,
-            as published.
-        floor: minimum number of entries over k, on the same steps.
+        cap: maximum number of entries, as a multiple of k, on steps that reuse a threshold; None sets no
+            bound, as published.
+        floor: minimum number of entries, as a multiple of k, on these steps.
 
     Cost: n comparisons; a partial sort of n elements every ``threshold_period`` steps and below the
     floor.  With "auto", the sort is needed if fewer than k entries lie above 84 % of the threshold, or
     more than 4 k above it.
     State: ``ReusedState``.
-    Differs from the paper: cap, floor and "auto"; steps are 0-based (printed: ``(t - 1) mod tau'``).
+    Differs from the paper: cap, floor and "auto" are additions; steps are 0-based (the paper prints
+    ``(t - 1) mod tau'``).
 
     Example:
         >>> selector = Reused(threshold_period=32)
@@ -98,7 +99,7 @@ class Reused(Selector):
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
-        """Return the entries above the threshold, which is renewed when the period opens."""
+        """Return the entries above the threshold, which is renewed at the start of every period."""
         known = self._known(step)
         if known is None:
             return self._renew(largest(accumulated, k))

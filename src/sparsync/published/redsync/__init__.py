@@ -1,7 +1,7 @@
 """RedSync: residual gradients are compressed layer by layer, by selectors that suit a GPU.
 
 Jiarui Fang and Cho-Jui Hsieh, `RedSync: Reducing Synchronization Traffic for Distributed Deep Learning
-<https://arxiv.org/abs/1808.04357>`_, 2018.  This room follows that text; a later version, with Haohuan
+<https://arxiv.org/abs/1808.04357>`_, 2018.  This package follows that text; a later version, with Haohuan
 Fu and Guangwen Yang, is in the Journal of Parallel and Distributed Computing, 2019.
 
 Every layer contributes the k largest entries of its residual, selected by a method that depends on the
@@ -32,9 +32,9 @@ RadixSelect, exact top-k                      ``sparsync.selection.Exact``
 selection by sampling (Lin et al., 2017)      ``sparsync.selection.Sampled``
 Algorithm 5, Communication-set Selection      ``BySize``: chooses a method by the layer's bytes
 compress_thd (Algorithm 4): 128 KB            ``compress_thd=``; smaller layers are dense units
-thsd1, thsd2 (Algorithm 5): 128 KB, 4 MB      ``thsd1=``, ``thsd2=``: least bytes for trimmed and search
-largest k and smallest k by turns (5.2.3)     ``OneSigned``
-flag, of the turns                            ``OneSignedState``, one per layer
+thsd1, thsd2 (Algorithm 5): 128 KB, 4 MB      ``thsd1=``, ``thsd2=``: least size for trimmed and search
+largest and smallest k alternately (5.2.3)    ``OneSigned``
+flag of the alternation                       ``OneSignedState``, one per layer
 quantization: one mean for all values         ``SignMean``, a codec
 "we do not quantify the output layer"         ``Algorithm.output``; ``Compression(output_layer=)``
 sparse synchronization, allgather (5.3)       ``sparsync.collectives.Allgather``
@@ -44,9 +44,9 @@ Algorithm 4: momentum correction, U           ``sparsync.Correction(momentum=, n
 momentum (factor) masking                     ``Correction(masking=)``
 weight decay of Algorithm 4                   ``Correction(weight_decay=)``
 local clipping, N^-1/2 (5.5)                  ``Correction(clip=)``
-overlap for CNNs, none for RNNs (5.5)         fused layers are sent during the backward pass; with
-                                              ``Correction(clip=)`` after it
-warm-up training (5.6)                        ``Compression(warmup_steps=)``: dense first steps;
+overlap for CNNs, none for RNNs (5.5)         fused layers are sent during the backward pass, or after
+                                              it with ``Correction(clip=)``
+warm-up training (5.6)                        ``Compression(warmup_steps=)``: the first steps are dense;
                                               ``warmup_densities=DGC_RAMP``: 25 %, 6.25 %, ..., 0.1 %
 async_allgather, handle, synchronize          a unit's exchange on a thread; the step's commit
 Equations 1 and 2, appendix B                 ``equation_1``, ``equation_2`` of
@@ -118,8 +118,8 @@ network    P    compress_thd    thsd1    thsd2
 1 Gbit/s   128  7.06            7.06     never
 =========  ===  ==============  =======  =======
 
-On virtual ranks, by the paper's names or with options after a colon; then the selectors of Figure 3, and
-training on real processes, compared with dense training::
+The first two commands use virtual ranks, with the paper's names or with options after a colon.  The third
+times the selectors of Figure 3.  The last one compares training with dense training, on real processes::
 
     sparsync simulate --algorithm RGC,Quantized-RGC --ranks 8 --model-size 100000
     sparsync bench --collectives redsync:thsd1=4096,redsync:reuse_period=1 --ranks 4 --size 9999 --steps 2
@@ -130,20 +130,21 @@ Differs from the paper
 ----------------------
 
 * **Algorithm 2** ends when at least k entries reach the threshold.  As printed, it continues while more
-  than k do, which contradicts the text.  All candidate thresholds are counted in a single pass, which
-  costs no more than counting one.  Exactly k entries are selected.
+  than k do, which contradicts the text.  A single pass counts the entries above all candidate thresholds;
+  it costs no more than a pass for one threshold.  Exactly k entries are selected.
 * **Algorithm 3** bisects ratios.  As printed, thresholds are assigned to the bounds of the ratios, and
   the wrong bound moves for counts between k / 2 and k.  If the search reaches epsilon without finding k
   to 2k entries (because of ties or a few huge entries), the k largest are selected.
-* **The reuse counter** belongs to the layer.  Algorithm 5 as printed resets it to 0 in every call, so
-  every call would search.  A reused threshold selects at most 2k entries (``cap=2.0``), which bounds the
-  messages and saves a round that exchanges their lengths.  ``cap=None`` sets no limit, as published.
+* **Every layer has a reuse counter.**  Algorithm 5 as printed resets it to 0 in every call, so every call
+  would search.  A reused threshold selects at most 2k entries (``cap=2.0``).  This bounds the size of
+  messages, so ranks need no extra round to exchange their lengths.  ``cap=None`` sets no limit, as
+  published.
 * **There is no exact tier by default** (``thsd1=None``), as in section 5.4.  Algorithm 5 also has exact
   top-k, for layers below ``thsd1``.
 * **The signs never mix** in "redsync-quantized", because the mean of mixed signs would be near zero.  The
   paper's "smallest k" include positive values if fewer than k are negative.
-* **The alternation of signs** belongs to the layer.  Algorithm 5 as printed sets the flag to true in
-  every call, so the smallest k would never be sent.
+* **Every layer alternates between the signs.**  Algorithm 5 as printed sets the flag to true in every
+  call, so the smallest k would never be sent.
 * **The error of the quantised mean stays in the residual** (``keep_error=True``) and is delivered later.
   The paper drops it.
 * **Layers are fused into messages** of 4 MB; each layer keeps its own selection and mean.  The paper
@@ -151,7 +152,7 @@ Differs from the paper
 * **Weight decay reaches the residual**.  Algorithm 4 adds it to a gradient that is never used afterwards.
 * **Nesterov momentum** is PyTorch's, ``U = m (U + g); V = V + U + g``, so training at density 1 is
   identical to ``torch.optim.SGD``.  Algorithm 4 adds g to V once more.
-* **Masking skips densely exchanged parameters**, because they are never delayed.
+* **Masking skips parameters that are exchanged dense**, because they are never delayed.
 * **Local gradients are clipped to sqrt(P) times the norm**.  The paper's N^-1/2 applies to gradients
   that have already been divided by N.  With ``clip_norm="previous"``, clipping allows overlap with the
   backward pass, which the paper forgoes.
@@ -164,7 +165,7 @@ Not here
 --------
 
 * Choosing the size thresholds during training: call ``size_thresholds`` once beforehand.  ``sparsync
-  plan`` and "auto" use this project's own cost model (``docs/planning.md``).
+  plan`` and "auto" use the library's own cost model (``docs/planning.md``).
 * ResNet-44 and VGG-16 on CIFAR-10, AlexNet, VGG-16 and ResNet-50 on ImageNet, LSTMs on Penn Treebank
   and WikiText-2: ``sparsync_papers.models`` and ``sparsync_papers.workloads``.
 * Momentum correction, masking, clipping and warm-up work with every algorithm, and live in

@@ -3,15 +3,15 @@
     ======== ======================================================================================
     equation seconds for a layer of M bytes
     ======== ======================================================================================
-    1        ``T_select + lg(p) alpha + (p - 1) M D beta + p gamma_1``, messages of M D bytes
+    1        ``T_select + lg(p) alpha + (p - 1) M D beta + p gamma_1``, for messages of M D bytes
     2        ``2 lg(p) alpha + 2 (p - 1) / p M beta + (p - 1) / p M gamma_2``
     ======== ======================================================================================
 
-Differs from the paper: Equation 1 holds for the quantised message, with one word per entry; the plain
-message has two.  Equation 2 is appendix B's (section 5.4 prints gamma_2 without M).  The paper's gamma_1
-is seconds per message; this module adds a term per byte of the message.  If P is not a power of two,
-lg(p) is rounded up.  Headers are left out, as in the paper; ``costs.allgatherv(codec.nbytes(k, size),
-p)`` counts them.
+Differs from the paper: Equation 1 holds for quantised messages, with one word per entry; plain messages
+have two.  Equation 2 is taken from appendix B (section 5.4 prints gamma_2 without M).  The paper's
+gamma_1 is in seconds per message; this module adds a term per byte of the message.  If P is not a power
+of two, lg(p) is rounded up.  Headers are left out, as in the paper; ``costs.allgatherv(codec.nbytes(k,
+size), p)`` counts them.
 
 All terms are linear in M, so the sizes at which two of them cross have closed forms.
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 PLAIN = 2  # words per entry: index and value
-QUANTIZED = 1  # the index; one mean per message
+QUANTIZED = 1  # the index alone; the values share one mean per message
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class SelectionTimes:
 
     The defaults are estimates for a GPU, not measurements: 10 microseconds per kernel launched from
     Python, and the algorithms' memory passes at 550 GB/s (3/4 of a P100's bandwidth).  On a CPU, this
-    library's exact selection is the fastest.  To measure your own times: ``sparsync bench --selectors``.
+    library's exact selection is the fastest.  ``sparsync bench --selectors`` measures the times of your
+    own hardware.
     """
 
     # top-k by magnitude is as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3)
@@ -99,7 +100,7 @@ class SelectionTimes:
     search: Timing = Timing(130e-6, 14 / 550e9)
     reuse: Timing = Timing(30e-6, 4 / 550e9)  # with the last threshold: |x|, 2 kernels to compact
     reuse_period: int = 5  # steps per search (section 5.2.2)
-    found: float = 1.5  # entries that a search selects, over k; it stops between 1 and 2
+    found: float = 1.5  # entries that a search selects, as a multiple of k; between 1 and 2
 
     @property
     def searched(self) -> Timing:
@@ -108,13 +109,13 @@ class SelectionTimes:
 
 
 class SizeThresholds(NamedTuple):
-    """Layer sizes in bytes above which a method is used; infinity if it is never used.
+    """Layer sizes in bytes from which each method is used; infinity if it is never used.
 
     The names match Algorithms 4 and 5, the options of the preset "redsync", and ``BySize``.
     """
 
     compress_thd: float  # smaller layers are dense (paper: 128 KB)
-    thsd1: float  # trimmed top-k from this size on, exact top-k below (paper: as ``compress_thd``)
+    thsd1: float  # trimmed top-k from this size on, exact top-k below (paper: ``compress_thd``)
     thsd2: float  # binary search with reuse from this size on (paper: 4 MB)
 
 
@@ -175,8 +176,9 @@ def size_thresholds(
     selector, falls below Equation 2.  On a slow network, the search is never used, because it sends
     up to twice as many entries as trimmed top-k (section 5.4).
 
-    The arguments are those of the equations; use alpha = 0 if layers are fused into shared messages.
-    ``resolve("redsync", **size_thresholds(...)._asdict())`` is the preset with these thresholds.
+    The arguments have the same meaning as in the equations; use alpha = 0 if layers are fused into
+    shared messages.  ``resolve("redsync", **size_thresholds(...)._asdict())`` is the preset with these
+    thresholds.
 
     Example:
         >>> found = size_thresholds(8, 0.001, alpha=0, beta=1 / 3.5e9)

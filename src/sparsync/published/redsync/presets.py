@@ -16,7 +16,7 @@ from sparsync.wire.codec import Codec
 
 __all__ = ["redsync", "redsync_quantized"]
 
-_DENSE_BELOW = 128 * 1024  # bytes; section 5.4: below, an allreduce is cheaper than compressing
+_DENSE_BELOW = 128 * 1024  # bytes; section 5.4: an allreduce of smaller layers is cheaper
 _SEARCH_FROM = 4 * 2**20  # bytes; section 5.4
 _FUSION = 4 * 2**20  # bytes of gradient per message; section 5.3 gives no number
 _SEARCHED = (
@@ -34,21 +34,22 @@ def redsync(
     codec: Codec[SparseVector] | None = None,
     fusion_bytes: int = _FUSION,
 ) -> Algorithm:
-    """RGC: the k largest entries of every layer, selected by size (Algorithms 4 and 5).
+    """RGC: the k largest entries of every layer, by a method that suits its size (Algorithms 4 and 5).
 
-    Use it with ``attach(ddp, algorithm="redsync", density=0.001, correction=...)``, with
-    ``Correction(momentum=0.9, nesterov=True)`` and SGD without momentum.  Fused layers are exchanged
-    while the backward pass continues, or after it with ``Correction(clip=...)``.  The default size
-    thresholds are the paper's, for 3.5 GB/s.
+    Use it with ``attach(ddp, algorithm="redsync", density=0.001, correction=...)``, where the correction
+    is ``Correction(momentum=0.9, nesterov=True)``, and with SGD without momentum.  Fused layers are
+    exchanged while the backward pass continues, or after it with ``Correction(clip=...)``.  The default
+    size thresholds are the paper's, for 3.5 GB/s.
 
     Args:
         compress_thd: layers with fewer bytes are exchanged dense.
-        thsd1: size in bytes from which selection is trimmed top-k; below, it is exact (default: no exact
-            tier, as in section 5.4).
-        thsd2: size in bytes from which selection is a binary search with reuse.
-        reuse_period: number of steps that use a threshold.
-        cap: a rank sends at most ``cap * k`` entries per group (a search finds up to 2k).  With None, as
-            published, there is no limit, but an extra round exchanges the lengths.
+        thsd1: size in bytes from which trimmed top-k is used, instead of exact selection (default: exact
+            selection is never used, as in section 5.4).
+        thsd2: size in bytes from which a binary search with reuse is used.
+        reuse_period: number of steps for which a threshold is used.
+        cap: a rank sends at most ``cap * k`` entries per message (a search finds up to 2k).  With None,
+            as published, there is no limit, but ranks exchange the lengths of messages in an extra
+            round.
         codec: wire format (default: coo, 32-bit indices and unchanged values).
         fusion_bytes: bytes of gradient per message (Horovod's tensor fusion).
     """
@@ -76,7 +77,7 @@ def redsync_quantized(
     keep_error: bool = True,
     fusion_bytes: int = _FUSION,
 ) -> Algorithm:
-    """Quantised RGC: each step sends entries of one sign, in alternation, with one mean for their values.
+    """Quantised RGC: steps send positive and negative entries alternately, with one mean for all values.
 
     The output layer is not quantised (section 5.2.3); it is exchanged as in "redsync".
 

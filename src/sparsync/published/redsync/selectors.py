@@ -38,18 +38,18 @@ _BLOCK = 1 << 18
 
 @final
 class Trimmed(Selector):
-    """Selects exactly ``min(k, nnz)`` entries, as ``Exact`` does; ties go to the lower index.
+    """Selects the ``min(k, nnz)`` largest entries, as ``Exact`` does, but first trims by a threshold.
 
     The threshold is ``mean + ratio (max - mean)`` of the magnitudes.  The ratio is the first of 1 - eps,
     1 - 2 eps, ..., 0 (Alg. 2: eps 0.2) for which at least k entries reach the threshold; the k largest of
-    those are selected.  If fewer than k entries reach the mean, or NaN or Inf make it undefined, the k
-    largest of all n are selected.
+    these are selected.  If fewer than k entries reach the mean, or NaN or Inf make it undefined, the k
+    largest of all n are selected.  Of equal magnitudes, the one with the lower index is selected.
 
-    Cost: mean and maximum of n elements, one pass that counts for all thresholds, one that collects, and
-    a selection among the collected entries.   State: none.
+    Cost: mean and maximum of n elements, one pass that counts for all thresholds, one pass that collects
+    entries, and a selection among these.   State: none.
     Differs from the paper: the loop ends when at least k entries reach the threshold (as printed, it
-    continues while more than k exceed it, which contradicts the text); all thresholds are counted in one
-    pass; the walk ends at the mean.
+    continues while more than k exceed it, which contradicts the text).  One pass counts for all
+    thresholds.  The lowest threshold is the mean.
 
     Example:
         >>> accumulated = torch.tensor([1.0, -4.0, 0.0, 2.0])
@@ -76,14 +76,14 @@ class Trimmed(Selector):
         keys = [_key_at(ratio, mean, peak, accumulated.dtype) for ratio in ratios]
         counts = kernels.count_from(accumulated, torch.tensor(keys, device=accumulated.device))
         enough = [(key, n) for key, n in zip(keys, counts.tolist(), strict=True) if n >= k]
-        # keys ascend and the walk descends, so it stops at the last of these keys
+        # keys ascend, but the walk descends from the largest, so it would stop at the last of these keys
         survivors = reaching(accumulated, *enough[-1]) if enough else None
         return largest(accumulated, k) if survivors is None else survivors.top(k)
 
 
 @dataclass(frozen=True)
 class BinarySearchState:
-    """The state carried from step to step."""
+    """The state that is kept from step to step."""
 
     threshold_key: int | None = None  # found by the last search; None if all elements were zero
     served: int = 0  # number of calls that used this threshold, including the search itself
@@ -107,14 +107,15 @@ class BinarySearch(Selector):
         eps: width of the bracket of ratios at which a search gives up (the paper names no value;
             0.001 means at most 10 trials).
         reuse_period: number of calls per search.
-        cap: maximum number of entries over k, in calls that reuse a threshold.
+        cap: maximum number of entries, as a multiple of k, in calls that reuse a threshold.
 
     Cost: mean and maximum of n elements, and at most n comparisons in each of ``ceil(log2(1 / eps))``
     trials; n comparisons in a call that reuses a threshold.   State: ``BinarySearchState``.
-    Differs from the paper: the bounds are ratios (as printed, they are assigned thresholds); fewer than k
-    entries lower the upper bound (as printed, fewer than k / 2, so that between k / 2 and k the search
-    moves away from the goal); k and 2k entries are accepted (as printed, only numbers between them);
-    selection is exact if ``eps`` ends the search; the cap.
+    Differs from the paper: the bounds are always ratios; as printed, thresholds are assigned to them.
+    The upper bound is lowered if fewer than k entries reach the threshold; as printed, only if fewer
+    than k / 2 do, so for counts between k / 2 and k the search moves away from the goal.  Exactly k or
+    2k entries are accepted; as printed, only numbers in between.  If ``eps`` ends the search, selection
+    is exact.  There is a cap.
 
     Example:
         >>> selector = BinarySearch(reuse_period=5)
@@ -192,14 +193,14 @@ class BySize(Selector):
     ``cost_model.size_thresholds`` computes the thresholds for a network; the defaults are the paper's.
 
     Args:
-        compress_thd: bytes (Algorithm 4; section 5.4: 128 KB at 3.5 GB/s).
-        thsd1: bytes (Algorithm 5); None means ``compress_thd``, i.e. no exact tier (section
-            5.4).
-        thsd2: bytes (Algorithm 5; section 5.4: 4 MB).
+        compress_thd: layers with fewer bytes are dense (Algorithm 4; section 5.4: 128 KB at 3.5 GB/s).
+        thsd1: size in bytes from which trimmed top-k is used (Algorithm 5).  With None, it is
+            ``compress_thd``, so exact selection is never used (section 5.4).
+        thsd2: size in bytes from which a binary search is used (Algorithm 5; section 5.4: 4 MB).
         reuse_period: passed to ``BinarySearch`` (section 5.4: 5).
         cap: passed to ``BinarySearch``; None is as published.
 
-    Cost: that of the method.   State: that of the search; the other methods have none.
+    Cost: the cost of the method.   State: the state of the search; the other methods have none.
     Differs from the paper: the reuse counter survives between calls (Algorithm 5, line 2, resets it to 0,
     so every call searches).
 
@@ -273,13 +274,14 @@ class OneSigned(Selector):
     """Wraps a selector, and shows it only positive or only negative entries, in alternate calls.
 
     One mean can then represent all values of a message.  Entries of the other sign look like zeros to the
-    selector and stay in the residual.  If fewer than k entries have the right sign, fewer are selected.
-    NaN and Inf are selected in every call, whatever their sign.
+    selector and stay in the residual.  If fewer than k entries have the sign of the call, fewer are
+    selected.  NaN and Inf are selected in every call, whatever their sign.
 
     Cost: a copy of n elements, plus the cost of the selector.   State: ``OneSignedState``.
-    Differs from the paper: the signs never mix, whereas its "smallest k elements" include positive ones
-    if fewer than k are negative.  The sign alternates per call, with a separate selector for each layer
-    (Algorithm 5, line 3, sets its flag in every call, so the sign would never alternate).
+    Differs from the paper: the signs never mix, whereas the paper's "smallest k elements" include
+    positive ones if fewer than k are negative.  The sign alternates from call to call, and each layer
+    has its own selector (Algorithm 5, line 3, sets its flag in every call, so the sign would never
+    alternate).
 
     Example:
         >>> selector, accumulated = OneSigned(Exact()), torch.tensor([1.0, -4.0, 0.0, 2.0])
@@ -345,8 +347,9 @@ class LayeredState:
 class Layered(Selector):
     """Selects from each layer of a unit separately; layers share a message but do not compete.
 
-    A layer with n' of the unit's n elements contributes ``k n' / n`` entries, at least one.  Without
-    ``sizes`` there is a single layer of any size; ``for_layers`` sets the unit's layers.
+    A unit is a group of layers that are exchanged together.  A layer with n' of the unit's n elements
+    contributes ``k n' / n`` entries, at least one.  Without ``sizes``, there is a single layer of any
+    size; ``for_layers`` sets the unit's layers.
 
     Cost: the sum over the layers' selectors.   State: ``LayeredState``.
     Differs from the paper: nothing.
@@ -371,7 +374,7 @@ class Layered(Selector):
         return Layered(self.make_selector, sizes)
 
     def method(self, size_bytes: int) -> str:
-        """Return the method of the layers' selectors, which are all alike."""
+        """Return the method of the layers' selectors, which are all of the same kind."""
         return self._layers[0].method(size_bytes)
 
     def select(
@@ -414,7 +417,7 @@ class Layered(Selector):
 
 
 def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
-    """Return mean and maximum of ``|accumulated|``, which is not empty; NaN makes the mean NaN."""
+    """Return mean and maximum of ``|accumulated|``, which must not be empty; NaN makes the mean NaN."""
     on_cpu = accumulated.device.type == "cpu"
     wide = torch.promote_types(accumulated.dtype, torch.float32)  # 16 bits are too few for the mean
     parts = []
@@ -428,7 +431,7 @@ def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
 
 def _key_at(ratio: float, mean: float, peak: float, dtype: torch.dtype) -> int:
     """Return the threshold ``mean + ratio (peak - mean)`` as a magnitude key of ``dtype``."""
-    # with an integer key, kernels compare alike on every device; compute it on the CPU, so that nothing
-    # waits for a GPU
+    # with an integer key, comparisons have the same results on every device; compute the key on the CPU,
+    # so that nothing waits for a GPU
     threshold = torch.tensor([mean + ratio * (peak - mean)], dtype=dtype, device="cpu")
     return int(kernels.magnitude_keys(threshold))

@@ -1,4 +1,4 @@
-"""Sign-mean (RedSync's quantisation): a message has indices, and per layer one mean for all values."""
+"""Sign-mean (RedSync's quantisation): messages contain indices and one mean for a layer's values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAYER_LIMIT = 1 << 16
 @final
 @dataclass(eq=False)
 class SignMean(Codec[SparseVector]):
-    """Writes a header, a count and a mean per layer, and the indices; see ``docs/wire-format.md``.
+    """Sends one mean for all values of a layer, and their indices; see ``docs/wire-format.md``.
 
     Every entry of a layer is decoded as the mean of the layer's entries.  This is a projection,
     ``|x - Q(x)|^2 = |x|^2 - nnz mean^2``, so the error may be kept in the residual.  The error is small
@@ -39,12 +39,12 @@ class SignMean(Codec[SparseVector]):
 
     Args:
         indices: "coo": one word each, as published; "packed": Elias-Fano, as in ``Packed``.
-        layers: elements per layer, for 1 to 65535 layers (``for_layers`` sets them); None means one
-            layer.
+        layers: the number of elements of each of 1 to 65535 layers (``for_layers`` sets them); None means
+            one layer.
 
     Cost: 16 bytes, 8 bytes per layer, and the indices: 4 nnz bytes, or as in ``Packed``.   State: none.
-    Differs from the paper: fused layers share a message; packed indices; the caller may keep the rounding
-    error, which the paper drops.
+    Differs from the paper: fused layers share a message; indices may be packed; the caller may keep the
+    rounding error, which the paper drops.
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 1.0, 3.0, 0.0]))
@@ -120,7 +120,7 @@ class SignMean(Codec[SparseVector]):
                 f"{int(found[at])} of its indices lie there; do all ranks fuse the same layers?"
             )
         if bool(means.view(torch.int32)[counts == 0].any()):
-            # every vector has exactly one encoding, so refuse bytes without a meaning
+            # every vector has exactly one encoding, so refuse bytes that mean nothing
             raise WireFormatError("a message has a mean for a layer without entries; it is corrupt")
         return _spread(indices, means, counts, header.dtype, size)
 
@@ -160,6 +160,6 @@ def _means(values: Tensor, counts: Tensor) -> Tensor:
 def _spread(
     indices: Tensor, means: Tensor, counts: Tensor, dtype: torch.dtype, size: int
 ) -> SparseVector:
-    """Return a vector in which every entry of a layer has the layer's mean."""
+    """Return a vector in which every entry of a layer has the layer's mean as its value."""
     values = means.to(dtype).repeat_interleave(counts, output_size=indices.numel())
     return SparseVector(indices, values, size)

@@ -75,7 +75,7 @@ With the settings of an experiment in section 8::
 
     sync = sparsync.attach(ddp_model, optimizer, **SPARCML_SETTINGS["cifar-10"])
 
-Section 6, with 2 bits and buckets of 512 entries in the dense half of DSAR::
+Quantisation as in section 6, with 2 bits and buckets of 512 entries in the dense half of DSAR::
 
     algorithm = sparsync.presets.resolve(
         "sparcml", quantize="reduced", bits=2, quantization_block=512
@@ -83,8 +83,8 @@ Section 6, with 2 bits and buckets of 512 entries in the dense half of DSAR::
     sync = sparsync.attach(ddp_model, optimizer, algorithm, density=16 / 512)
     sync.stats()["options"]  # those given: {"bits": 2, "quantization_block": 512, "quantize": "reduced"}
 
-On virtual ranks.  Names from the paper (in upper or lower case) and from this library both work; options
-follow a colon::
+The following commands use virtual ranks.  They accept names from the paper (in upper or lower case) and
+from this library; options follow a colon::
 
     sparsync bench --collectives SSAR_Recursive_double,SSAR_Split_allgather,DSAR_Split_allgather --ranks 8
     sparsync bench --collectives ring,sparcml:bits=none,sparcml:bits=2 --ranks 8 --size 100000 --steps 2
@@ -103,26 +103,27 @@ Differs from the paper
 * **Partial results of recursive doubling may turn dense** in flight.  The paper does this only in DSAR.
 * **The switch to dense compares the bytes of the two codecs**, whatever they are.  For COO this gives
   the paper's delta, ``N i / (c + i)``.
-* **Regions stay sparse where that is shorter** in ``Dynamic``; each region decides for itself, as in the
-  variant that Ok-Topk calls "TopkDSA".  With ``always_dense=True`` (the preset "dynamic"), all regions
-  are dense, as published.
-* **A rank sends at most ``cap * k`` entries** (``cap`` is 1.0 by default) if entries are selected.
-  ``cap=None`` sets no limit, as published.
-* **The size of the result is learned** ("sparcml-auto") from the last total, which ``allreduce`` stores
-  with the communicator.  The user gives no hint.
+* **Regions stay sparse where that is shorter** in ``Dynamic``.  The choice is made for each region, as in
+  the variant that Ok-Topk calls "TopkDSA".  With ``always_dense=True`` (the preset "dynamic"), all
+  regions are dense, as published.
+* **A rank sends at most ``cap * k`` of its selected entries** (``cap`` is 1.0 by default).  ``cap=None``
+  sets no limit, as published.
+* **The size of the result is learned** from the last total ("sparcml-auto"), which ``allreduce`` stores
+  with the communicator.  The user need not give a hint.
 * **Neutral elements are never sent**: a missing element stands for the operation's neutral element.
 * **Quantisation applies either to the selected entries** (``quantize="local"``, the default), as in
   Algorithm 1, **or to the dense half of DSAR** (``quantize="reduced"``), as in section 6.
 * **The quantiser is reproducible**: its random numbers depend on seed, rank and step.  Its scale is the
   largest magnitude of a block ("max"), as in QSGD's experiments; ``scale="l2"`` is the scale of QSGD's
   analysis.  The paper does not say which one it uses.
-* **The quantisation error** is discarded, as published, and reported (``stats()["lost_norm"]``): by the
-  sender for selected values, by the region's owner for a reduced sum.  With ``keep_error=True``, that
-  rank's residual keeps the error, and decoded values are shrunk so that it cannot explode.
+* **The quantisation error** is discarded, as published, and reported (``stats()["lost_norm"]``).  The
+  sender reports it for selected values, and the region's owner for a reduced sum.  With
+  ``keep_error=True``, that rank's residual keeps the error, and decoded values are shrunk so that the
+  residual cannot grow without bound.
 * **The residual holds gradients**, not gradients times the learning rate.
 * **MPI-OPT** has an intercept, which is not penalised.  Asynchronous steps have a fixed delay, which
-  makes runs reproducible.  SCD specifies how a rank obtains the derivatives at other ranks' rows; the
-  paper does not.
+  makes runs reproducible.  The paper does not say how a rank obtains the derivatives at other ranks' rows
+  in SCD; ``Scd`` documents its choice.
 
 Not here
 --------
@@ -141,7 +142,7 @@ Not here
 Figures
 -------
 
-* ``benchmarks/sparcml.md``: loss of "sparcml" and dense for a range of learning rates.
+* ``benchmarks/sparcml.md``: loss of "sparcml" and dense training for a range of learning rates.
 * ``benchmarks/fill_in.md``: density of the sum as P grows (Figure 1).
 * ``benchmarks/streams.md``: the density above which a dense stream is faster.
 * ``benchmarks/linear.md``: linear models on real links (Table 2, SCD).

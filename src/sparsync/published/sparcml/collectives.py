@@ -43,25 +43,25 @@ _ALPHA, _BETA = 50e-6, 8e-9  # seconds per message and per byte that SparcmlAuto
 
 @final
 class RecursiveDoubling(StreamCollective):
-    """SSAR_Recursive_double: the fewest rounds, for small results.
+    """SSAR_Recursive_double, which has the fewest rounds and suits small results.
 
     In round t, ranks 2^(t-1) apart exchange everything that they have reduced.  If P is not a power of
     two, ``P - 2^m`` ranks first hand their vectors to the rank below, and get the result at the end.  So
-    a group with the same partial result is always a run of consecutive ranks, and each merge is (lower
-    ranks) op (higher ranks).  Hence partners compute the same bits, and operations need not commute.  A
-    partial result that may exceed the codec's limit turns dense in flight.
+    the ranks with the same partial result are always consecutive, and each merge is (lower ranks) op
+    (higher ranks).  Hence partners compute the same bits, and operations need not commute.  A partial
+    result that may exceed the codec's limit turns dense in flight.
 
     Args:
-        codec: wire format; the lowest rank with a partial result keeps its rounding error (default:
-            coo; dense where that is shorter).
+        codec: wire format (default: coo, or dense where that is shorter); of the ranks with the same
+            partial result, the lowest one keeps its rounding error.
         op: as for ``StreamCollective``.
         cap: as for ``StreamCollective``.
 
-    Cost: log2 P messages, two more if P is not a power of two;
-    ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``, for supports
-    from all equal to all disjoint.   State: none.
-    Differs from the paper: reproducible (merges follow rank order); any P, as sketched in its appendix
-    A; partial results may turn dense, which the paper does only in DSAR.
+    Cost: log2 P messages, and two more if P is not a power of two.  The time T satisfies
+    ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``; the bounds are
+    reached if all supports are equal and if all are disjoint.   State: none.
+    Differs from the paper: results are reproducible, because merges follow rank order; P may be any
+    number, as sketched in its appendix A; partial results may turn dense, as only DSAR's do in the paper.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -80,8 +80,8 @@ class RecursiveDoubling(StreamCollective):
     def cost(self, job: Job) -> Cost:
         """Return ``log2 P`` messages: k entries, then up to twice as many in each round (5.3.1).
 
-        If P is not a power of two, one more message has the whole result.  Messages are dense if that is
-        shorter.
+        If P is not a power of two, one more message carries the whole result.  Messages are dense if that
+        is shorter.
 
         Example:
             >>> doubling = RecursiveDoubling()
@@ -99,7 +99,7 @@ class RecursiveDoubling(StreamCollective):
         )
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the cost of disjoint supports."""
+        """Return the words for disjoint supports, the worst case."""
         disjoint = job._replace(result=job.k * job.world_size)
         return self.cost(disjoint).words if self.cap == 1 else None
 
@@ -109,9 +109,8 @@ class RecursiveDoubling(StreamCollective):
         ``core = 2^m`` positions take part in the doubling.  Position p stands for the ranks
         ``[first_rank(p), first_rank(p + 1))``: a single rank, or a host and its extra rank.
         """
-        # Fold pairs of neighbours, rather than the last P - 2^m ranks into the first ones: groups then
-        # stay runs of consecutive ranks.  Otherwise "lower op higher" would not be the same order for
-        # all partners.
+        # Fold pairs of neighbours, and not the last P - 2^m ranks into the first ones.  The ranks of a
+        # group are then always consecutive, so "lower op higher" is the same order for all partners.
         comm = call.comm
         core = 1 << comm.world_size.bit_length() - 1
         extra = comm.world_size - core
@@ -164,32 +163,34 @@ class RecursiveDoubling(StreamCollective):
 
 @final
 class Dynamic(StreamCollective):
-    """DSAR_Split_allgather: half the volume for large results that may become dense.
+    """DSAR_Split_allgather, which has half the volume for large results that may become dense.
 
     Every rank sends the entries of each of P even regions to the region's owner, who folds them; an
-    allgather follows.  A region is sent sparse if its reduced entries are within the codec's limit,
-    otherwise dense; its header says which.  The total is dense if any region was.
+    allgather follows.  A region is sent sparse if its reduced entries are within the codec's limit, and
+    otherwise dense; its header says which.  The total is dense if any region was sent dense.
 
     Args:
-        codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  Default: coo; dense
-            where that is shorter.
+        codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  Default: coo, or
+            dense where that is shorter.
         op: as for ``StreamCollective``.
         cap: as for ``StreamCollective``.
-        always_dense: regions are sent dense, however few entries they have (as published).
+        always_dense: send regions dense, however few entries they have (as published).
         local: codec for the messages to owners, which also rounds the rank's own share (Q in SparCML's
             Algorithm 1).  Default: ``codec``.
-        keep_error: the sender keeps the rounding errors of its entries, and a region's owner keeps those
-            of its sums; if False, both are lost, as published.
-    Cost: P - 1 + ceil(log2 P) messages.  Dense:
+        keep_error: the sender keeps the rounding errors of its entries, and a region's owner keeps the
+            errors of its sums; if False, both are lost, as published.
+
+    Cost: P - 1 + ceil(log2 P) messages.  If regions are sent dense, the time T satisfies
     ``L2 + (P - 1) / P N beta_d <= T <= L2 + k beta_s + (P - 1) / P N beta_d`` with
-    ``L2 = (P - 1) alpha + log2(P) alpha``; sparse, received:
-    ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``, from supports that are equal and evenly
-    spread to supports that are disjoint and each within one region (section 5.3.2).  The allgather, by
-    dissemination, sends a region that is much larger than the others up to ceil(log2 P) times.
+    ``L2 = (P - 1) alpha + log2(P) alpha``.  If they are sent sparse, the bounds for receiving are
+    ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``.  The lower one is reached if supports are
+    equal and evenly spread, the upper one if they are disjoint and each lies within one region (section
+    5.3.2).  The allgather uses dissemination, which sends a region that is much larger than the others up
+    to ceil(log2 P) times.
     State: none.
-    Differs from the paper: regions stay sparse where that is shorter (as in Ok-Topk's TopkDSA); left
-    folds in rank order, not in the order of arrival; any P.  A single rank sends nothing, and its total
-    stays sparse.
+    Differs from the paper: regions stay sparse where that is shorter (as in Ok-Topk's TopkDSA); sums are
+    left folds in rank order, not in the order of arrival; P may be any number.  A single rank sends
+    nothing, and its total stays sparse.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -224,8 +225,8 @@ class Dynamic(StreamCollective):
     def cost(self, job: Job) -> Cost:
         """Return the cost of two sparse halves (section 5.3.2), or with a dense second half (5.3.3).
 
-        Entries are assumed to be spread evenly over the regions.  Dense: ``n (P - 1) / P`` to
-        ``2 k + n (P - 1) / P`` words.
+        Entries are assumed to be spread evenly over the regions.  With a dense half, the cost is
+        ``n (P - 1) / P`` to ``2 k + n (P - 1) / P`` words.
 
         Example:
             >>> cost = Dynamic().cost(Job(10**6, 100_000, 8, result=800_000))
@@ -275,7 +276,7 @@ class Dynamic(StreamCollective):
             payloads, own = self._rounded(call, mine.split(boundaries), boundaries)
         width = max(
             map(sub, boundaries[1:], boundaries)
-        )  # over all regions, also this rank's own, so that it is equal on all ranks
+        )  # over all regions, including this rank's own, so that the width is equal on all ranks
         most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
         capacities, framing = [most] * comm.world_size, MessageFraming(codec)
         # The number of entries per region is unknown, so the capacity assumes that all k are in one
@@ -292,7 +293,7 @@ class Dynamic(StreamCollective):
     def _rounded(
         self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return a message per region, and this rank's own piece, rounded only with ``local``."""
+        """Return a message per region, and this rank's own piece, which only ``local`` rounds."""
         codec = self.local or call.codec
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
@@ -333,17 +334,17 @@ class Ring(StreamCollective):
     operands depends only on P.
 
     Args:
-        codec: wire format; the rank that rounds keeps the error (default: coo; dense where that is
-            shorter).
+        codec: wire format (default: coo, or dense where that is shorter); the rank that rounds a value
+            keeps the error.
         op: as for ``StreamCollective``; it must commute.
         cap: a rank sends at most ``cap * k`` entries; the dense ring ignores the cap and sends all.
-        dense: regions are dense from the start (the dense baseline).
+        dense: whether regions are dense from the start (the dense baseline).
 
-    Cost: 2 (P - 1) messages; dense 2 (P - 1) / P N beta_d, sparse
-    ``[2 (P - 1) / P k, (P - 1) k + k (P - 1) / 2] beta_s`` for evenly spread supports, from all equal to
-    all disjoint.   State: none.
-    Differs from the paper: this ring may turn a partial sum dense in flight; the paper only names its
-    ring baselines.
+    Cost: 2 (P - 1) messages.  The dense ring takes ``2 (P - 1) / P N beta_d``, the sparse one
+    ``[2 (P - 1) / P k, (P - 1) k + k (P - 1) / 2] beta_s`` for evenly spread supports that are all equal
+    (lower bound) or all disjoint (upper bound).   State: none.
+    Differs from the paper: this ring may turn a partial sum dense in flight; the paper names its ring
+    baselines without details.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -438,17 +439,17 @@ class SparcmlAuto(Collective):
     """Chooses recursive doubling for small results, split and allgather for large, dynamic for dense.
 
     SparCML asks the user for "some rough idea" of the result's size K (section 5.3).  This collective
-    learns K from the last total, whose number of entries all ranks know.  For the first call, it uses the
-    expectation of appendix B for uniformly random supports.  It weighs rounds against bytes as on gigabit
-    Ethernet.
+    learns K from the last total, whose number of entries all ranks know.  For the first call, it uses
+    appendix B's expectation for uniformly random supports.  It weighs rounds against bytes with the
+    constants of gigabit Ethernet.
 
     Args:
         codec: wire format of all three; its limit decides when a result counts as dense.
         op: the operation.
-        cap: a rank sends at most ``cap * k`` entries; None sends all.
+        cap: a rank sends at most ``cap * k`` entries; with None, it sends all.
 
     Cost: the lowest estimate of the three.  With ``cap=None``, the first call takes one more allreduce,
-    of one integer, unless ``expect`` was called before, as ``sparsync.allreduce`` does.
+    of one integer, unless ``expect`` was called before (``sparsync.allreduce`` calls it).
     State: entries of the last total, and the maximum per rank.
     Differs from the paper: the paper leaves the choice to the user.
 
@@ -494,8 +495,7 @@ class SparcmlAuto(Collective):
             most = float(await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max"))
         chosen = self.choose(Job(size, most, comm.world_size, result=self.state.entries), dtype)
         reduced = await chosen.reduce(comm, selected, k, step)
-        # count only the nonzero entries of dense totals, or one dense total would make all later ones
-        # dense
+        # count only the nonzero entries of a dense total; otherwise all later totals would be dense
         entries = entries_of(reduced.total, self.operation)
         self.state = SparcmlAutoState(entries, most)
         return reduced

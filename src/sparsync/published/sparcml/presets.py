@@ -28,10 +28,10 @@ EXCHANGES: Final = (
     "split-allgather",
     "topkdsa",
 )
-"""The lossless presets, which can train linear models (MPI-OPT)."""
+"""The lossless presets: only these can train linear models (MPI-OPT)."""
 
 DECIDED: Final = ("cap", "codec", "keep_error", "local", "op")
-"""Options that the solvers of linear models set themselves: messages are exact, and summed."""
+"""Options that the solvers of linear models set themselves, so that messages are summed exactly."""
 
 _BLOCK = 512  # SparCML, section 8.3: k of every 512 consecutive elements
 
@@ -48,23 +48,24 @@ def sparcml(
 ) -> Algorithm:
     """SparCML's quantised top-k SGD (Algorithm 1), layer by layer, with sums instead of means.
 
-    ``attach(model, algorithm="sparcml", density=16 / 512)``: every parameter is a unit, exchanged
-    as soon as its gradient is ready.  If a learning rate was tuned for means, divide it by world_size.
-    ``attach(model, **SPARCML_SETTINGS["cifar-10"])`` uses the paper's settings.
+    Use it with ``attach(model, algorithm="sparcml", density=16 / 512)``, or with the paper's settings:
+    ``attach(model, **SPARCML_SETTINGS["cifar-10"])``.  Every parameter is exchanged separately, as soon
+    as its gradient is ready.  If a learning rate was tuned for means, divide it by world_size.
 
     Args:
         bits: bits per quantised value; None does not quantise (ATIS, Hansards).
         quantize: "local": quantise the selected entries (Q in Algorithm 1); "reduced": quantise sums that
             become dense in flight, in the second half of the dynamic collective (section 6).
         keep_error: whether the rank that quantises (the sender or, with "reduced", a region's owner)
-            keeps the error in its residual.  QSGD is unbiased but not contractive, so error feedback
-            would explode: True shrinks the decoded values by ``1 / (1 + omega)``, which makes it
-            contractive.  With False, as published, the error is lost and reported.
-        scale: scale of a quantisation block: "max" or "l2" (the paper does not say; QSGD proves its
-            bounds for "l2" and uses "max" in its experiments, with several times less noise).
+            keeps the error in its residual.  QSGD is unbiased but not contractive, so the residual would
+            grow without bound; True therefore shrinks the decoded values by ``1 / (1 + omega)``, which
+            makes QSGD contractive.  With False, as published, the error is lost and reported.
+        scale: scale of a quantisation block: "max" or "l2".  The paper does not say which; QSGD's bounds
+            are proven for "l2", while its experiments use "max", which has several times less noise.
         quantization_block: entries that share a scale, SparCML's bucket (section 6: "in the order of
             1024").
-        block: consecutive elements of which ``density * block`` are selected (section 8.3: 512).
+        block: number of consecutive elements; of each such block, ``density * block`` are selected
+            (section 8.3: 512).
         seed: seed of the random rounding.
     """
     require(quantize in ("local", "reduced"), f"quantize is {quantize!r}; choose local or reduced")
@@ -80,7 +81,7 @@ def sparcml(
         return Dynamic(StreamCodec(dense=Qsgd(**arguments)), cap=None, keep_error=keep_error)
 
     def calls(job: Job) -> tuple[int, Job]:
-        """Treat the whole job as one layer, to which all blocks contribute equally many entries."""
+        """Treat the whole job as one layer, of which all blocks contribute equally many entries."""
         entries = per_block(round(job.k), job.size, block)
         return 1, job._replace(k=max(job.k, share(entries, job.size, block)))
 

@@ -13,10 +13,11 @@ gamma         bound on ``|x - TopK(x)| / |x|``: at most ``sqrt(1 - k / n)``
 xi            the xi of Assumption 1 or C.2
 ============  =======================================================================================
 
-**The paper divides xi by P**, in ``(1 + xi / (P gamma))^2``.  Both sides of Assumption C.2 are means over
-ranks, which does not justify the division: on one step ``|x - v| <= (gamma + xi) |alpha G|``, and for
-some vectors ``gamma + xi / P`` is too small (``test_lemma_c_3_fails_where_xi_is_divided_by_p``).
-So ``ranks`` is 1 by default, and then the bounds hold; pass P to get the printed numbers.
+**The paper divides xi by P**, in ``(1 + xi / (P gamma))^2``.  Assumption C.2 does not justify this,
+because both of its sides are means over ranks.  After one step, ``|x - v| <= (gamma + xi) |alpha G|``,
+and for some vectors the smaller factor ``gamma + xi / P`` does not hold
+(``test_lemma_c_3_fails_where_xi_is_divided_by_p``).  By default, ``ranks`` is 1, for which the bounds
+hold; pass P to get the printed numbers.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ __all__ = ["condition_6", "lemma_c_3", "theorem_c_4", "top_k_gamma"]
 def top_k_gamma(k: int, size: int) -> float:
     """Return the gamma that holds for every vector: ``sqrt(1 - k / n)``.
 
-    The k largest entries have at least k / n of the squared norm.  Unless ``2 gamma^2`` is below 1, old
-    gradients weigh more than new ones in the bounds; with this gamma, that requires k > n / 2.  The gamma
-    measured on the vectors of a training run is smaller.
+    The k largest entries account for at least k / n of the squared norm.  In the bounds, old gradients
+    weigh more than new ones unless ``2 gamma^2`` is below 1; with this gamma, that requires k > n / 2.
+    On the vectors of a training run, the measured gamma is smaller.
 
     Example:
         >>> round(top_k_gamma(10, 1000), 4), 2 * top_k_gamma(10, 1000) ** 2 < 1
@@ -50,7 +51,7 @@ def condition_6(rates: Sequence[float], gamma: float) -> float:
 
     Args:
         rates: learning rates of steps 0, 1, ..., all > 0; k runs from 1 to t.
-        gamma: see the module.
+        gamma: as in the module's table.
 
     Returns:
         D, which does not grow with the number of steps if ``2 gamma^2 < 1`` and rates decay slowly.
@@ -71,13 +72,13 @@ def condition_6(rates: Sequence[float], gamma: float) -> float:
 def lemma_c_3(steps: Sequence[float], gamma: float, xi: float, ranks: int = 1) -> float:
     """Bound ``E |v_t - x_t|^2``, the squared norm of the mean residual.
 
-    ``(1 + xi / (P gamma))^2 sum_k (2 gamma^2)^k |x_(t-k+1) - x_(t-k)|^2``
+    The bound is ``(1 + xi / (P gamma))^2 sum_k (2 gamma^2)^k |x_(t-k+1) - x_(t-k)|^2``.
 
     Args:
-        steps: norms of the updates without truncation, ``|x_1 - x_0|, ..., |x_t - x_(t-1)|``.
-        gamma: see the module; > 0.
-        xi: see the module; the largest over these steps.
-        ranks: P for the printed bound; for the default of 1, see the module.
+        steps: norms of the uncompressed updates, ``|x_1 - x_0|, ..., |x_t - x_(t-1)|``.
+        gamma: as in the module's table; > 0.
+        xi: as in the module's table; the largest value over these steps.
+        ranks: P gives the printed bound; the module's docstring explains the default of 1.
 
     Example:
         >>> round(lemma_c_3([1.0], gamma=0.5, xi=0.5), 6)  # 2 (gamma + xi)^2
@@ -102,18 +103,18 @@ def theorem_c_4(
 ) -> float:
     """Bound the mean of ``E |grad f(v_t)|^2`` over steps, each weighted by its learning rate.
 
-    ``4 gap / sum a + (2 L M^2 + 4 L^2 M^2 (1 + xi / (P gamma))^2 D) sum a^2 / sum a``, which is
-    Equation (7).  The bound tends to 0 if the sum of the rates diverges, the sum of their squares
-    converges, and D stays bounded.  This is Theorem 4.1 of Ok-Topk and of SparCML.
+    The bound is ``4 gap / sum a + (2 L M^2 + 4 L^2 M^2 (1 + xi / (P gamma))^2 D) sum a^2 / sum a``
+    (Equation (7)), where a are the learning rates.  It tends to 0 if the sum of the rates diverges, the
+    sum of their squares converges, and D stays bounded.  This is Theorem 4.1 of Ok-Topk and of SparCML.
 
     Args:
         rates: learning rates of all steps, all > 0.
         gap: ``f(x_0) - f(x*)``, or more.
         smoothness: L.
         second_moment: M^2.
-        gamma: see the module; > 0.
-        xi: see the module.
-        ranks: P for the printed bound; for the default of 1, see the module.
+        gamma: as in the module's table; > 0.
+        xi: as in the module's table.
+        ranks: P gives the printed bound; the module's docstring explains the default of 1.
 
     Returns:
         The bound; infinity if D is too large for a float.

@@ -1,4 +1,4 @@
-"""The base of SparCML's collectives: streams under any operation, which become dense when shorter."""
+"""The base of SparCML's collectives, which reduce streams; a stream turns dense if that is shorter."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = ["Call", "StreamCollective", "relayed", "stream_bytes"]
 
 
 class StreamCollective(Collective):
-    """A collective of streams (SparCML, section 5.1): vectors that are sparse or dense.
+    """The base class of collectives that reduce streams: vectors in sparse or dense form (section 5.1).
 
     Args:
-        codec: wire format; the rank that rounds keeps the error (default: coo; dense where that is
-            shorter).
-        op: a name of ``sparsync.reduction.OPERATIONS``, or a ``Reduction``.
-        cap: a rank sends at most ``cap * k`` entries; None sends all.
+        codec: wire format (default: coo, or dense where that is shorter); the rank that rounds a value
+            keeps the error.
+        op: a name in ``sparsync.reduction.OPERATIONS``, or a ``Reduction``.
+        cap: a rank sends at most ``cap * k`` entries; with None, it sends all.
 
     Raises:
-        ConfigurationError: the operation is unknown; the cap is not positive, or the operation is not a
-            sum although a cap is given.
+        ConfigurationError: the operation is unknown; the cap is not positive; or a cap is given although
+            the operation is not a sum.
 
     Attributes:
-        keep_error: whether the rank that rounds keeps the error; if False, no rank does, and it is
-            reported as lost.
+        keep_error: whether the rank that rounds a value keeps the error; if False, no rank keeps it, and
+            it is reported as lost.
     """
 
     keep_error = True
@@ -68,7 +68,7 @@ class StreamCollective(Collective):
             ConfigurationError: the operation is not defined for the dtype; the codec would round values
                 although the operation is not a sum; a vector of integers has more entries than the cap.
         """
-        # equal on all ranks, so that capacities and switches to dense are equal as well
+        # ``most`` is equal on all ranks, so they agree on capacities and on when to switch to dense
         most = most_entries(k, self.cap, selected.size)
         call = Call(comm, self, self._taken(selected, most), most, step)
         return call.reduced(call.mine if comm.world_size == 1 else await self.total(call))
@@ -105,7 +105,7 @@ class StreamCollective(Collective):
 
 @final
 class Call:
-    """One call on one rank, which contributes ``mine``; no rank has more than ``most`` entries."""
+    """A collective's call on one rank, which contributes ``mine``; all have at most ``most`` entries."""
 
     def __init__(
         self, comm: Communicator, collective: StreamCollective, mine: Vector, most: int, step: int
@@ -127,7 +127,7 @@ class Call:
         keep: bool = True,
         codec: StreamCodec | None = None,
     ) -> Encoded[Vector]:
-        """Encode a vector; this rank records the rounding error.
+        """Encode a vector, and record this rank's rounding error.
 
         Args:
             vector: a region of the whole vector that begins at ``start``.
@@ -135,7 +135,7 @@ class Call:
             source: the rank whose random numbers are used (default: this one).
             start: first index of the region.
             keep: False if another rank encodes the same vector and records the rounding error.
-            codec: used instead of the codec of the call.
+            codec: replaces the codec of the call.
         """
         # Use a different seed for every message of a step: QSGD is unbiased over independent draws, and
         # rounding twice with equal draws would change the expectation.
@@ -145,8 +145,8 @@ class Call:
             seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
             encoded = seeded.encode(vector)
         if keep and not codec.is_exact(self.dtype):
-            # embed the error in the whole vector, because ``reduced`` subtracts it from ``delivered`` or
-            # reports it
+            # embed the error in the whole vector, because ``reduced`` subtracts it from the whole of
+            # ``delivered``, or reports it
             error = _difference(vector, encoded.decoded).embed(start, self.size)
             self._errors.append(error)
         return encoded
@@ -183,9 +183,9 @@ class Call:
         return theirs
 
     def combine(self, lower: Vector | Tensor, higher: Vector | Tensor) -> Vector:
-        """Return ``lower operation higher``, dense above the codec's limit; one may be a message."""
+        """Return ``lower operation higher``, dense above the codec's limit; one may be still encoded."""
         # The limit applies to the entries of the operands, not of the result (5.1: |H1| + |H2| > delta).
-        # They are known before adding, and all ranks with the same operands make the same decision.
+        # Their number is known before adding, and equal on all ranks with the same operands.
         one, other = (lower, higher) if isinstance(higher, Tensor) else (higher, lower)
         assert not isinstance(one, Tensor)
         limit = self.codec.limit(one.size, self.dtype)
@@ -225,8 +225,8 @@ class Call:
     def capacity(self, ranks: int, width: int, *, dense: bool = False) -> int:
         """Bound the bytes of a message in which ``ranks`` ranks contribute to ``width`` elements.
 
-        The width does not bound the number of entries, because the entries of the operands, not of the
-        result, decide when a sum turns dense.
+        The width does not bound the entries, because a sum turns dense according to the number of entries
+        of its operands, which may exceed the width.
         """
         if dense:
             return self.codec.dense.nbytes(width, width, self.dtype)
@@ -245,8 +245,8 @@ class Call:
         With ``dense``, all regions are dense.  With ``ring``, regions are passed around a ring,
         which sends nothing twice, instead of being disseminated.
         """
-        # each owner chooses the form from its region's number of entries, and the header states it, so
-        # no round is spent on agreeing
+        # each owner chooses its region's form by the number of entries, and the header states the form,
+        # so ranks need no extra round to agree
         comm, spans = self.comm, list(pairwise(boundaries))
         encoded = self.encode(region, comm.world_size, start=boundaries[comm.rank])
         capacities = [
@@ -266,12 +266,12 @@ class Call:
         return DenseVector(torch.cat([self.densify(r).values for r in regions]))
 
     def reduced(self, total: Vector) -> Reduced:
-        """Return the result; this rank delivered its share minus its rounding errors, which it keeps.
+        """Return the result: the total, and what this rank delivered: its share less rounding errors.
 
         If no rank keeps rounding errors, the whole share counts as delivered and the errors as lost.  The
         caller may scale the total in place, so the total shares no memory with ``delivered``.
         """
-        # messages do not say what their absent elements are
+        # messages do not say which value absent elements stand for
         mine, total = (neutral_absent(vector, self.operation) for vector in (self.mine, total))
         if total.values.untyped_storage().data_ptr() == mine.values.untyped_storage().data_ptr():
             total = replace(total, values=total.values.clone())
@@ -297,6 +297,6 @@ def stream_bytes(entries: float, size: int) -> float:
 
 
 def relayed(messages: int, nbytes: float) -> Cost:
-    """Return the cost if every sent message is encoded once, and every received message decoded once."""
+    """Return the cost if every message is encoded once by its sender and decoded once by its receiver."""
     entries = nbytes / ENTRY_BYTES
     return Cost(messages, nbytes, encoded=entries, decoded=entries, turns=messages)

@@ -144,9 +144,7 @@ class Answer(NamedTuple):
 
     result: Round  # the newest result
     resumes: bool  # the rank had been left out, and resumes with this result, after this round
-    left_out: tuple[
-        tuple[int, int, str], ...
-    ]  # rank, step and reason, for all ranks left out so far
+    left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason of all who were left out
     present: list[int]  # the ranks that are present, ascending
 
 
@@ -346,9 +344,7 @@ class Agent(Companion):
                 self._tell(header.version, header.number)
                 self._take_part(header.version)
             case Kind.DATA if header.version <= self._last.version:
-                self._repeat(
-                    source, header.version
-                )  # the sender restarted a round that has ended here
+                self._repeat(source, header.version)  # the sender restarted it; it has ended here
             case Kind.DATA:
                 self.mail_of(header.version, header.view, source).append(body)
                 self._take_part(header.version)

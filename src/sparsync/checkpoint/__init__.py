@@ -1,4 +1,4 @@
-"""Checkpoints of every rank's residual and all that ranks share, written completely or not at all.
+"""Checkpoints of every rank's residual and of all shared state, written completely or not at all.
 
 ::
 

@@ -1,8 +1,8 @@
-"""The state of a handle in checkpoints of ``torch.distributed.checkpoint`` (DCP).
+"""Stores a handle's state in checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
-Under ``rank-R-of-P``, every rank saves its residual, velocity and weights as tensors, whose names
-and sizes follow from the set-up, and the rest of its state as bytes.  No two ranks use the same
-key, because DCP would keep only one of the values.
+Under the key ``rank-R-of-P``, every rank saves its residual, velocity and weights as tensors, and the
+rest of its state as bytes.  The names and sizes of the tensors follow from the set-up.  Ranks use
+different keys, because DCP would keep only one of several values under the same key.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class DistributedState:
     Args:
         sync: the handle; do not pass it to DCP directly, because all ranks' states have the same keys.
 
-    For updates, the state includes every rank's weights and moments (``sync.holds``), so leave the
-    optimizer out.  DCP reads its own metadata with pickle, which can run code: only load checkpoints that
-    you trust.
+    If the handle exchanges updates, its state includes every rank's weights and moments (``sync.holds``),
+    so leave the optimizer out.  DCP reads its own metadata with pickle, which can run code: load only
+    checkpoints that you trust.
 
-    Cost: n elements per rank, and n more while they are copied.
+    Cost: memory for n elements per rank, and for n more while they are copied.
     """
 
     def __init__(self, sync: Saveable) -> None:
@@ -79,7 +79,7 @@ class DistributedState:
                     state[what].setdefault(slot.name, zeros)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where ``state_dict`` was taken, with as many ranks; this is collective.
+        """Resume from a state that the same number of ranks saved; this is collective.
 
         Raises:
             ConfigurationError, CheckpointError: see ``sparsync.load``; nothing was changed.
@@ -88,7 +88,7 @@ class DistributedState:
         restore(self._sync, lambda: _joined(items[_REST], items.__getitem__), "a DCP checkpoint")
 
     def read(self, source: str | os.PathLike[str] | StorageReader) -> None:
-        """Resume from a checkpoint of any number of ranks and any shards; this is collective.
+        """Resume from a checkpoint that any number of ranks saved, with any shards; this is collective.
 
         Residuals are placed as by ``sparsync.reshard``.
 
@@ -141,7 +141,7 @@ class _Saved:
     def _load(self, key: str, target: object) -> Any:
         items = {key: target}
         with warnings.catch_warnings():
-            # DCP warns about no_dist, which is intended: each rank reads different keys, independently
+            # DCP warns about no_dist, but it is intended: ranks read different keys independently
             warnings.simplefilter("ignore", UserWarning)
             load(items, storage_reader=self._reader, no_dist=True)
         return items[key]

@@ -1,4 +1,4 @@
-"""Write checkpoint files completely or not at all, and read them without running code."""
+"""Writes checkpoint files completely or not at all, and reads them without running code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NO_FOLDER_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 class Seat(NamedTuple):
-    """The owner of a file: a rank among replicas, and a part of a replica if parameters are split.
+    """The owner of a file: a rank among the replicas and, if parameters are split, a part of a replica.
 
     Example:
         >>> Seat(1, 4, 0, 1).name, Seat(1, 2, 0, 2).name
@@ -134,7 +134,7 @@ def _by_the_system(error: BaseException | None) -> OSError | None:
     """Return the operating system's error if it caused another one.
 
     When a disk is full, torch's writer raises a second error while closing, because its position in the
-    file is wrong; only the context of that error has the reason.
+    file is wrong.  Only the context of that error contains the reason.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
@@ -162,8 +162,8 @@ def await_whole(path: Path, seconds: float) -> None:
     """Wait until this rank sees all files of a checkpoint, which a shared folder may show late.
 
     Raises:
-        CheckpointError: this rank does not see all files in time, so the ranks' folders are not the
-            same.
+        CheckpointError: this rank does not see all files in time, so the ranks must have different
+            folders.
     """
     deadline = time.monotonic() + seconds
     while not _has_all(path):
@@ -198,12 +198,11 @@ def is_whole(seats: Collection[Seat]) -> bool:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest complete checkpoints, and older ones that were never completed.
+    """Keep the newest complete checkpoints; remove all older ones, complete or not.
 
-    A symbolic link belongs to a user who keeps that checkpoint elsewhere; it is neither followed nor
-    counted.
+    A symbolic link means that a user keeps that checkpoint elsewhere; it is neither followed nor counted.
     """
-    # a newer incomplete checkpoint may be one that another job is writing
+    # keep newer incomplete checkpoints, because another job may be writing them
     whole = [number for number, path in whole_checkpoints(folder).items() if not path.is_symlink()]
     newest = sorted(whole)[-keep:]
     for number, path in numbered(folder).items():

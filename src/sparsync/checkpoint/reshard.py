@@ -1,12 +1,15 @@
-"""Rebuild saved states for another number of ranks, or for other shards of the parameters.
+"""Rebuilds saved states for another number of ranks, or for other shards of the parameters.
 
-A residual is mass that has not been delivered yet, and any rank that holds it can deliver it.  So only
-the sum over ranks is preserved, element by element:
+A residual is the part of the ranks' gradients or updates that has not been delivered yet, its undelivered
+mass.  Any rank that holds it can deliver it, so only the sum over ranks must be preserved, element by
+element.  P ranks become P' ranks as follows:
 
 * fewer ranks: new rank r adds up the residuals of the old ranks r, r + P', r + 2 P', ...;
-* more ranks: old rank r deals its elements, each as a whole, to the new ranks r, r + P, r + 2 P, ...
+* more ranks: old rank r distributes its elements over the new ranks r, r + P, r + 2 P, ...; each element
+  goes to one rank as a whole.
 
-Dealing does not round.  Sums of integers are exact; other sums round, as in the conservation law.
+Distributing does not round.  Sums of integers are exact; other sums may round, within the tolerance of
+the conservation law.
 """
 
 from __future__ import annotations
@@ -32,18 +35,18 @@ State = Mapping[str, Any]
 # saved states, each with the pieces of all its parameters
 Olds = Sequence[tuple[State, Mapping[str, Piece]]]
 
-# fields that are equal on all ranks; the others are particular to each rank
+# fields that are equal on all ranks; all other fields may differ
 _EQUAL: Final = ("algorithm", "world_size", "momentum", "scale", "step", "skipped", "density")
 
 
 def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
     """Return the states of ``world_size`` ranks, built from the states of all former ranks.
 
-    The states must be of handles that exchange gradients.  A new rank's state of updates also depends on
-    its set-up, which only ``sparsync.load`` knows.
+    The states must come from handles that exchange gradients.  If a handle exchanges updates, a new
+    rank's state also depends on that rank's set-up, which only ``sparsync.load`` knows.
 
     ========================  =====================================================================
-    residual, velocity        placed as above; no mass appears or is lost
+    residual, velocity        placed as above; their sums over the ranks stay the same
     thresholds, boundaries    reset: they belong to the former sums and ranks
     shares of units           kept: they are equal on all ranks
     norm for clipping         the mean of all ranks' norms
@@ -51,16 +54,15 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
     ========================  =====================================================================
 
     Args:
-        states: the ``state_dict()`` of all ranks, in any order; not modified.  They must be of gradients:
-            a new rank's state of updates also depends on its own set-up, which ``load`` knows.
+        states: the ``state_dict()`` of all ranks' handles, in any order; they are not modified.
         world_size: the new number of ranks P', by which residuals are divided when they are delivered.
 
     Returns:
         One state per new rank.  If parameters are sharded, their shards stay the same.
 
     Raises:
-        ConfigurationError: a state is not of gradients, a rank or shard is missing, states are from
-            different steps, a residual has the wrong size or contains NaN.
+        ConfigurationError: a state's handle does not exchange gradients, a rank or shard is missing,
+            states are from different steps, or a residual has the wrong size or contains NaN.
 
     Cost: a few passes over the residuals of all ranks.
 
@@ -81,7 +83,7 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
         raise ConfigurationError(f"world_size is {world_size!r}; give at least 1 rank")
     olds = [_flat(content) for content in _contents(states, "gradients", ("reducer", "pieces"))]
     _check_states(olds)
-    # a single one, unless parameters are sharded
+    # a single state, unless parameters are sharded
     shards = [old for old in olds if old["rank"] == 0]
     new = (
         {**shard, "rank": rank, "world_size": world_size}
@@ -98,8 +100,8 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
 
     Args:
         template: this rank's ``state_dict()`` before loading; it provides the rank, the number of ranks,
-            the units, and the pieces of the parameters.  For an optimizer, torch's part of the new state
-            (rates, local moments) is taken from old rank r modulo P.
+            the units, and the pieces of the parameters.  If it is an optimizer's, new rank r takes
+            torch's part of the state (learning rates, local moments) from old rank r modulo P.
         states: the states of all old ranks.
 
     Raises:
@@ -113,7 +115,7 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
     else:
         reducer = _checked_like(_flat(here), [_flat(old) for old in olds])
         at = _place_of(reducer["rank"], olds)
-        # an optimizer's torch part comes from the old rank, the pieces from this run
+        # torch's part of an optimizer's state comes from the old rank, the pieces from this run
         content = {**(here if kind == "gradients" else olds[at]), "reducer": reducer}
     return {**states[at], "content": content}
 
@@ -167,7 +169,7 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
     pieces = _pieces_of(template)
     for what in ("residual", "velocity"):
         new[what] = {}
-        # check unit by unit, because either all parameters of a unit have a residual or none
+        # go unit by unit, because either all parameters of a unit have a residual or none
         for names, sizes in zip(template["units"], template["sizes"], strict=True):
             placed = [_placed(olds, what, name, before, rank, world_size) for name in names]
             if all(values is None for values in placed):
@@ -191,12 +193,12 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
 
 
 def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[str, Any]]:
-    """Return a new rank's content: the shared weights, and its part of the undelivered mass.
+    """Return the position of old rank r modulo P in ``states``, and new rank r's content.
 
-    Moments and steps are taken from old rank r modulo P, after exchanges in flight are applied.  If an
-    exchange was refused, or would be because a rank's weights are broken, all ranks start without their
-    steps since the last exchange, and without broken moments.  The first result is the position of old
-    rank r modulo P in ``states``.
+    The content has the shared weights and this rank's part of the undelivered mass.  Moments and step
+    counts come from old rank r modulo P.  Exchanges in flight are applied first.  If an exchange was
+    refused, or would be refused because a rank's weights are broken, all ranks drop their local steps
+    since the last exchange, and broken moments.
     """
     different = {str([state[key] for key in ("steps", "state")]) for state in states}
     require(len(different) == 1, f"the saved states are of {different}; give those of one save")
@@ -210,8 +212,8 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
     )
     if returns:
         states = [_without_broken_moments(state, states) for state in states]
-    # Vectors are converted to the form of a reducer's residual, by name, so the same rules place them.
-    # Momentum, shared weights and moments are not summed but assembled from their pieces.
+    # Convert vectors to the form of a reducer's residual, tensors by name, so that the same rules apply
+    # to them.  Momentum, shared weights and moments are not summed but assembled from their pieces.
     flats = [_by_name(state, returns) for state in states]
     place = _flat(template)
     reducer = _checked_like(place, flats)
@@ -250,7 +252,7 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
 
 
 def _without_broken_moments(state: State, states: Sequence[State]) -> State:
-    """Return a state without the moments that contain NaN or Inf on some part of its replica."""
+    """Return a state without the moments that contain NaN or Inf in any part of its replica."""
     rank = state["reducer"]["rank"]
     broken = {
         name
@@ -263,9 +265,9 @@ def _without_broken_moments(state: State, states: Sequence[State]) -> State:
 
 
 def _by_name(state: State, returns: bool) -> dict[str, Any]:
-    """Return a reducer's state whose residual has all undelivered mass, and the vectors by name.
+    """Return a reducer's state whose residual contains all undelivered mass, and the vectors by name.
 
-    If the rank ``returns`` to its last exchange, its steps since then are dropped.
+    If the rank ``returns`` to its last exchange, its local steps since then are dropped.
     """
     sizes = state["layout"]
     shared = state["memory"]["shared"].clone()
@@ -284,7 +286,7 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
     residual = torch.cat([kept.get(name, shared.new_zeros(size)) for name, size in sizes.items()])
     in_weights = state["residual"] == "weights"
     # If an update's weight exceeds 1, a rank's own weights show only part of the residual
-    # (``Contributions``). The hidden part is not in shared - own, so it is added.
+    # (``Contributions``). The hidden part is not contained in shared - own, so add it.
     hidden = torch.zeros_like(residual)
     for place, shown in zip(state["spans"], state["contributions"]["shown"], strict=True):
         hidden[slice(*place)] = residual[slice(*place)] * (1 - shown)
@@ -300,8 +302,8 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
             own[span] = shared[span] - (residual - hidden)[span] * in_weights
     if returns:
         own = shared - (residual - hidden) if in_weights else shared
-    # shared - own contains the local steps since the last exchange, and with residual="weights" the
-    # shown residual. These steps weigh the same on all ranks, because later counts are unknown here.
+    # shared - own contains the local steps since the last exchange and, with residual="weights", the
+    # shown residual. The steps of all ranks get the same weight, because later counts are unknown here.
     missing = shared - own + (hidden if in_weights else residual)
     momentum = state["memory"].get("momentum", shared[:0])
     named = {"shared vector": shared, "momentum vector": momentum, "residual": missing}
@@ -324,7 +326,7 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
 def _placed(
     olds: Olds, what: str, name: str, before: int, rank: int, world_size: int
 ) -> Tensor | None:
-    """Return a new rank's part of a whole parameter's residual, or None for zeros."""
+    """Return a new rank's part of a whole parameter's residual; None stands for zeros."""
     if world_size <= before:
         wholes = [_whole(olds, what, name, r) for r in range(rank, before, world_size)]
         parts = [whole for whole in wholes if whole is not None]
@@ -332,7 +334,7 @@ def _placed(
     old = _whole(olds, what, name, rank % before)
     if old is None:
         return None
-    # deal elements in turn rather than in ranges, to spread layers with large entries evenly
+    # deal elements out one by one rather than in ranges, to spread layers with large entries evenly
     heirs = len(range(rank % before, world_size, before))
     new = torch.zeros_like(old)
     new[rank // before :: heirs] = old[rank // before :: heirs]
@@ -340,8 +342,8 @@ def _placed(
 
 
 def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
-    """Assemble a parameter's residual on one old rank from its pieces; return None for zeros."""
-    # keyed by piece, because several ranks may hold the same one
+    """Assemble a parameter's residual on one old rank from its pieces; None stands for zeros."""
+    # keyed by piece, because several ranks may hold the same piece
     found: dict[str, tuple[Piece, Tensor | None]] = {}
     for state, pieces in olds:
         if state["rank"] != rank or name not in pieces:
@@ -366,7 +368,7 @@ def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
         return None
     shapes = {tuple(piece["shape"]) for piece, _ in found.values()}
     size = math.prod(min(shapes))
-    # every element must be there exactly once, because a missing shard would lose mass and an
+    # every element must be there exactly once: a missing shard would lose part of the residual, and an
     # overlapping one would double it
     taken, whole = torch.zeros(size, dtype=torch.uint8), present[0][1].new_zeros(size)
     if len(shapes) == 1:
@@ -394,7 +396,7 @@ def _box(whole: Tensor, piece: Piece) -> Tensor:
 
 
 def _check_states(states: Sequence[State]) -> None:
-    """Refuse anything but the states of all ranks at one step, before allocating their memory."""
+    """Refuse anything but the states of all ranks at one step, before memory is allocated for them."""
     if not states:
         raise ConfigurationError("no states were given; give those of all ranks")
     for key in _EQUAL:

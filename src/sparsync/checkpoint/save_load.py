@@ -1,4 +1,4 @@
-"""Save and load checkpoints collectively, either on all ranks or on none."""
+"""Saves and loads checkpoints collectively, either on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ __all__ = [
     "seat_of",
 ]
 
-_LATE: Final = 10.0  # seconds until a shared folder must show a rank the files of others
+_LATE: Final = 10.0  # seconds within which a shared folder must show a rank the others' files
 _MOST: Final = 10**6  # limit on the number of checkpoints to keep
 # kinds of states in which the ranks' weights differ
 _LOCAL: Final = ("updates", "averager")
-# additions to a rank's state: ``save`` stores other objects' states there, and modules' buffers;
-# ``save_state`` stores a digest
+# Additions to a rank's state: ``save`` stores the states of other objects and the buffers of modules, and
+# ``save_state`` stores a digest.
 _BESIDE: Final = Fields({}, {"own": Mapping, "buffers": Mapping, "weights": str})
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Saveable(Protocol):
     reducer: Reducer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, ``sealed`` (``sparsync.fields``)."""
+        """Return this rank's state, wrapped by ``sparsync.fields.sealed``."""
 
     def validate(self, state: Any) -> object:
         """Raise if a saved state does not fit, without asking other ranks; change nothing."""
@@ -87,10 +87,10 @@ class Saveable(Protocol):
 
 
 class Source(Protocol):
-    """The states of all ranks from one save; ``str()`` of it is its name in messages."""
+    """The states of all ranks from one save; messages name it by its ``str()``."""
 
     def seats(self) -> Collection[Seat]:
-        """Return the seats of the saved states."""
+        """Return the seats of the saved states, i.e. which rank and part saved each."""
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Return a rank's state; its tensors may be read lazily."""
@@ -125,21 +125,21 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
             kept.
         shared: by name, objects and values that are equal on all ranks and saved once, by rank 0:
             anything with a ``state_dict()`` (a model, an optimizer, a scaler, a scheduler), tensors,
-            numbers.  Every rank saves the buffers of modules, which may be its own.  For updates, the
-            state of ``sync`` includes every rank's own weights and moments, and any other object with a
-            ``state_dict()`` is saved by every rank.
+            numbers.  Every rank saves the buffers of modules, because they may differ between ranks.  If
+            ``sync`` exchanges updates, its state includes every rank's own weights and moments, and every
+            rank saves all other objects that have a ``state_dict()``.
 
     Returns:
         The folder of this checkpoint.
 
     Raises:
         CheckpointError: raised on all ranks if any of them could not write, does not see the others'
-            files, or has taken another number of local steps.  Earlier checkpoints are untouched, and
+            files, or has taken a different number of local steps.  Earlier checkpoints are untouched, and
             training may continue.
-        ConfigurationError: ``keep`` or ``folder`` is not valid; an object is divided over ranks (FSDP2, a
-            pipeline) and ``sync`` does not hold it.
+        ConfigurationError: ``keep`` or ``folder`` is not valid; or an object is divided over ranks
+            (FSDP2, a pipeline) and ``sync`` does not hold it.
 
-    Cost: writes n elements per rank, and waits until they are on disk; six messages of 8 bytes, and
+    Cost: every rank writes n elements and waits until they are on disk; six messages of 8 bytes, and
         another one if a replica is split over ranks.
 
     Example:
@@ -174,11 +174,11 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         }
         for name, value in {**states, **plain}.items():
             _check_whole(name, value)
-        # For updates, ranks differ in weights, and so in everything else with a state: a scheduler or
-        # scaler follows its own rank.
+        # If updates are exchanged, ranks have different weights, so all other states may differ as well:
+        # a scheduler or scaler follows its own rank.
         own = {n: states.pop(n) for n in list(states) if local and not _holds(sync, shared[n])}
-        # For gradients, ranks differ in nothing but buffers, which DDP broadcasts before the next forward
-        # pass, or never.
+        # If gradients are exchanged, ranks differ only in buffers, which DDP broadcasts before the next
+        # forward pass, or never.
         buffers = {} if local else {n: _buffers(shared[n], its) for n, its in states.items()}
         write_file(target / seat.name, {**state, "beside": {"own": own, "buffers": buffers}})
         if seat.place == 0:
@@ -209,9 +209,9 @@ def load(
 ) -> dict[str, Any]:
     """Resume from the last complete checkpoint; all ranks call this together.
 
-    With as many ranks as at saving, training continues bit for bit.  With another number, or with the
-    parameters sharded differently, every rank reads the files that it needs and takes its part of the
-    residuals (``reshard``).
+    With the same number of ranks as in the checkpoint, training continues bit for bit.  With another
+    number, or if parameters are sharded differently, every rank reads the files that it needs and takes
+    its part of the residuals (``reshard``).
 
     Args:
         sync: the handle returned by ``attach`` in this run.
@@ -220,22 +220,22 @@ def load(
         shared: by name, the objects that load their states: the model, the optimizer, ...
 
     Returns:
-        All other values that were saved, by the names given to ``save``.
+        All other values in the checkpoint, by the names given to ``save``.
 
     Raises:
-        NoCheckpointError: there is no complete checkpoint; this ``CheckpointError`` means that training
-            may start from scratch.
+        NoCheckpointError: there is no complete checkpoint, so training may start from scratch.  This is a
+            ``CheckpointError``.
         CheckpointError: ranks do not see the same checkpoint, or a file is damaged or contains more
             than tensors and plain values (files are read with ``weights_only=True`` and run no
             code).
-        ConfigurationError: the checkpoint does not fit this run; an object is divided over ranks, as
-            for ``save``; other ranks may raise ``CheckpointError`` instead.
+        ConfigurationError: the checkpoint does not fit this run, or an object is divided over ranks, as
+            for ``save``.  Other ranks may raise ``CheckpointError`` instead.
 
     If it raises, nothing has changed on any rank: objects that had already loaded their states are rolled
     back.
 
-    Cost: reads n elements per rank; with another number of ranks, all residuals that a rank sums up.
-    Copies the states of ``shared``, for a possible rollback.
+    Cost: every rank reads n elements; with another number of ranks, it reads all residuals that it sums
+    up.  The states of ``shared`` are copied for a possible rollback.
     """
     path, older = _chosen(sync, _named(folder), step)
     try:
@@ -256,9 +256,9 @@ def _named(folder: Path | str) -> Path:
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
     """Return the last checkpoint that is complete on all ranks, and the steps of older ones."""
-    # No checkpoint newer than the least of the ranks' newest ones is visible to all. A rank may
-    # lack that one as well, e.g. because its folder is a different one, so all ranks then ask
-    # whether any lacks it.
+    # Take the newest checkpoint of every rank: nothing newer than the oldest of these is visible to all
+    # ranks. A rank may lack even that one, e.g. because its folder is a different one, so ranks then ask
+    # whether any of them lacks it.
     whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
     wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
     number = -_greatest(sync, -max(wanted, default=0))
@@ -281,7 +281,7 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
     def read() -> dict[str, Any]:
         content = {**read_file(path / SHARED), **beside.get("own", {})}
         for name, its in beside.get("buffers", {}).items():
-            content[name].update(its)  # in place, because a state of a module has attributes
+            content[name].update(its)  # in place, because a module's state has attributes to keep
         missing = [name for name in shared if name not in content]
         if missing:
             raise ConfigurationError(
@@ -295,8 +295,8 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
 
     def take() -> None:
         for name, value in shared.items():
-            # the shards of this object are in this rank's own state, and ``shared.pt`` has no part
-            # of it
+            # the shards of this object are in this rank's own state, and ``shared.pt`` contains none
+            # of them
             if _holds_shards(sync, value, before):
                 continue
             _check_whole(name, present := value.state_dict())
@@ -310,8 +310,8 @@ def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, 
                 ) from error
 
     try:
-        # the order matters, because the handle's state, with a rank's own weights, overrides the
-        # shared ones
+        # load the handle's state last, because it contains this rank's own weights, which must replace
+        # the shared ones
         _together(sync, take, f"take over the shared states in {path}")
         _take_state(sync, state, before, str(path))
     except BaseException:
@@ -328,12 +328,12 @@ def _holds(sync: Saveable, value: object) -> bool:
 
 
 def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bool:
-    """Return whether a handle's state includes ``value``'s, which this rank holds only in pieces."""
+    """Return whether a handle's state includes that of ``value``, which this rank holds in pieces."""
     return _holds(sync, value) and bool(state["content"]["pieces"])
 
 
 def _buffers(value: object, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the buffers in the state of a module; none of any other object."""
+    """Return the buffers in a module's state; for any other object, return none."""
     named = value.named_buffers(remove_duplicate=False) if isinstance(value, nn.Module) else ()
     return {name: state[name] for name, _ in named if name in state}
 
@@ -366,12 +366,13 @@ def _check_alike(sync: Saveable, shared: Mapping[str, Any]) -> None:
 
 
 def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:
-    """Write this rank's file, and a digest of its weights; this is collective.
+    """Write this rank's file, which includes a digest of its weights; this is collective.
 
-    If ``alone``, the handle is already closed, e.g. after training, so other ranks cannot be asked.
+    With ``alone``, it does not ask other ranks, because the handle is already closed, e.g. after
+    training.
 
     Raises:
-        CheckpointError: raised on all ranks if any of them has taken another number of local steps
+        CheckpointError: raised on all ranks if any of them has taken a different number of local steps
             (then nothing is written), or could not write.
     """
 
@@ -388,7 +389,7 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
 
 @outside_inference
 def load_states(sync: Saveable, folder: Path, weights: str) -> None:
-    """Load the files that ``save_state`` wrote on all ranks: this rank's own file, or its part of all.
+    """Load this rank's own file from ``save_state``, or its part of all ranks' files.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -417,7 +418,7 @@ def load_from(sync: Saveable, source: Source) -> None:
 
 
 def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> None:
-    """Load a state saved by this rank's seat."""
+    """Load a state that was saved by the rank in the same seat."""
     before, found = sync.state_dict(), _together(sync, state, f"read its state in {where}")
     _together(sync, lambda: sync.validate(found), f"load its state in {where}")
     _take_state(sync, found, before, where)
@@ -426,7 +427,7 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's current state, its saved state (valid on all ranks), and the additions to it."""
+    """Return this rank's current state, its saved state, valid on all ranks, and the additions to it."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
@@ -463,7 +464,7 @@ def _read_states(
 
 
 def _use(old: Seat, new: Seat) -> Use:
-    """Return the ``Use`` of an old rank's state on a new rank; all need rank 0's common fields."""
+    """Return how a new rank uses an old rank's state; all ranks need the common fields of rank 0."""
     shared = old.rank == 0
     heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
     return "part" if shared or heir else "check"
@@ -479,7 +480,7 @@ def _take_state(
     except Exception:
         # the scale comes first, because loading a state rescales it to the current scale
         sync.reducer.set_scale(scale)
-        with suppress(CommunicationError):  # peers are gone, as the first error already says
+        with suppress(CommunicationError):  # the first error already says that peers are gone
             sync.load_state_dict(before)
         raise
 
@@ -488,7 +489,7 @@ def _take_state(
 
 
 def _communicators(sync: Saveable) -> Sequence[Communicator]:
-    """Return the replicas of this shard and, if parameters are sharded, this replica's shards."""
+    """Return the groups of this shard's replicas and, if parameters are sharded, of its own replica."""
     found: Sequence[Communicator] = getattr(sync, "communicators", (sync.reducer.comm,))
     return found
 

@@ -1,4 +1,4 @@
-"""Load one rank's rows of an svmlight / libsvm file: ``label [qid:q] index:value ... [# comment]``."""
+"""Loads one rank's rows of an svmlight / libsvm file: ``label [qid:q] index:value ... [# comment]``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparsync.errors import ConfigurationError, require
 
 __all__ = ["Shard", "label_text", "load_rows", "load_shard", "row_range"]
 
-_FORMAT = 2  # version of the cache; raise it whenever older blocks would be misread
+_FORMAT = 2  # version of the cache; increase it whenever older blocks would be misread
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def label_text(label: float) -> str:
-    """Write a label with all of its digits, and a whole number without a point.
+    """Return a label as text, with all of its digits; whole numbers have no decimal point.
 
     Example:
         >>> label_text(3.0), label_text(1234567.0), label_text(0.1)
@@ -186,7 +186,7 @@ def _positive(
 
 @final
 class _Blocks:
-    """The parsed blocks of a file; block b has the lines that start in its part of the text.
+    """The parsed blocks of a file; block b contains the lines that start in its part of the text.
 
     Parsed blocks are cached as NumPy archives, whose members have checksums.  A block is written under a
     temporary name and renamed when complete.  Its content depends only on the file, so racing ranks write
@@ -209,7 +209,7 @@ class _Blocks:
         self.text = opener(
             path, "rb"
         )  # seeking forward in a compressed file decompresses only once
-        self._next = -1  # block whose lines come next in the text
+        self._next = -1  # the block that starts at the current position in the text
         self._parsed = False
 
     def __enter__(self) -> _Blocks:

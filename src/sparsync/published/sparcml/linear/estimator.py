@@ -1,4 +1,4 @@
-"""Wrap the solvers as a scikit-learn estimator, on one rank or on many."""
+"""A scikit-learn estimator that uses the solvers, on one rank or on many."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         """
         comm = comm or SoloCommunicator()
         checks = {"accept_sparse": "csr", "dtype": (np.float64, np.float32)}
-        least = 1 if comm.world_size == 1 else 0  # one rank of several may have no rows
+        least = 1 if comm.world_size == 1 else 0  # among several ranks, some may have no rows
         X, y = validate_data(self, X, y, ensure_min_samples=least, **checks)
         check_classification_targets(y)
         if self.epochs < 1:
@@ -185,7 +185,7 @@ async def _all_classes(comm: Communicator, mine: NDArray[Any]) -> NDArray[Any]:
     """Return the union of the ranks' labels, numbers or strings, in ascending order; `[classes]`.
 
     Raises:
-        DisagreementError: on all ranks; some have numbers, and others strings.
+        DisagreementError: raised on all ranks: some have numbers, and others strings.
     """
     if comm.world_size == 1:
         return mine
@@ -193,7 +193,7 @@ async def _all_classes(comm: Communicator, mine: NDArray[Any]) -> NDArray[Any]:
     dtype = mine.dtype.str if numbers else "O" if mine.dtype.kind == "O" else "U"
     own = json.dumps(["numbers" if numbers else "strings", dtype, mine.tolist()])
     told = {r: json.loads(text) for r, text in enumerate(await texts_of(comm, own, "classes"))}
-    told = {r: theirs for r, theirs in told.items() if theirs[2]}  # the others have no rows
+    told = {r: theirs for r, theirs in told.items() if theirs[2]}  # ignore ranks without rows
     firsts = {kind: r for r, (kind, _, _) in reversed(told.items())}
     if len(firsts) > 1:
         said = ", ".join(f"rank {r} has {kind}" for kind, r in sorted(firsts.items()))

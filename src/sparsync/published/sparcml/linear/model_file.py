@@ -42,7 +42,7 @@ class LinearModel:
 
     @staticmethod
     def of(weights: Weights, **meaning: Any) -> LinearModel:
-        """Wrap a solver's weights; ``meaning`` has the other fields, with the values of a ``Shard``."""
+        """Wrap a solver's weights; ``meaning`` gives the other fields, taken from a ``Shard``."""
         return LinearModel(weights.to_dense(), weights.intercept, **meaning)
 
     @property

@@ -1,4 +1,4 @@
-"""Losses, penalties, the model's weights, and one rank's share of a linear problem.
+"""Losses, penalties, the model's weights, and one rank's rows of a linear problem.
 
 The objective over m rows ``x_i`` with labels ``y_i`` of -1 or +1, weights w and intercept b::
 
@@ -44,7 +44,8 @@ Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
 T = TypeVar("T")
 
-# A smaller scale is folded into the weights: gradients are divided by it, and float32 keeps 7 digits.
+# A smaller scale is multiplied into the weights, because gradients are divided by the scale, and float32
+# has only 7 digits.
 _SMALLEST_SCALE = 1e-3
 _COMPACT = 30  # columns per stored element above which sorting is faster than dense sums
 
@@ -88,11 +89,11 @@ def soft(values: Floats, threshold: Floats | float) -> Floats:
 
 
 class Weights(ABC):
-    """Weights and an intercept under proximal steps whose cost is linear in the gradient's entries.
+    """Weights and an intercept; the cost of a proximal step is linear in the gradient's entries.
 
     A step is ``w = soft(max(1 - rate l2, 0) w - rate gradient, rate l1)``.  Pending penalties are applied
-    to a weight when a gradient changes it.  A weight that is only *read* is not written back, because
-    ranks read different weights and all must hold the same bits.
+    to a weight when a gradient changes it.  A weight that is only *read* is not written back: ranks read
+    different weights, and all ranks must hold the same bits.
 
     Gradients have n + 1 elements for n weights; the last is for the intercept, which is not penalised.
     """
@@ -130,7 +131,7 @@ class Weights(ABC):
         self.intercept += value
 
     def _parts(self, vector: Vector) -> tuple[Integers | slice, Floats, float]:
-        """Split a vector into the indices of weights, their values, and the intercept's element."""
+        """Split a vector into indices of weights, their elements, and the intercept's element."""
         values: Floats = vector.values.numpy()
         if not isinstance(vector, SparseVector):
             return slice(None), values[:-1], float(values[-1])
@@ -144,11 +145,12 @@ class Weights(ABC):
 class LazyWeights(Weights):
     """Weights that share one learning rate.
 
-    They are stored as ``scale * soft(values, shrunk - seen)``: an L2 step only shrinks ``scale``, an L1
-    step only adds to ``shrunk``.  Deferring penalties is exact, because ``soft`` of a after ``soft`` of b
-    is ``soft`` of a + b.
+    They are stored as ``scale * soft(values, shrunk - seen)``: an L2 step only shrinks ``scale``, and an
+    L1 step only adds to ``shrunk``.  Deferring penalties is exact, because ``soft`` by a after ``soft``
+    by b is ``soft`` by a + b.
 
-    Cost: O(nnz) per step, O(n) when the scale is renewed; memory for n weights, with L1 8 n bytes more.
+    Cost: O(nnz) per step, O(n) when the scale is renewed; memory for n weights, and 8 n bytes more with
+    L1.
 
     Example:
         >>> weights = LazyWeights(3, np.dtype(np.float64), l2=0.5)
@@ -207,7 +209,7 @@ class AdaptiveWeights(Weights):
     Attributes:
         length: length of a row of features: the root mean square over all rows.
 
-    Cost: O(nnz) per step; memory for 2 n weights, with a penalty 8 n bytes more.
+    Cost: O(nnz) per step; memory for 2 n weights, and 8 n bytes more with a penalty.
 
     Example:
         >>> weights = AdaptiveWeights(3, np.dtype(np.float64))
@@ -268,7 +270,7 @@ class AdaptiveWeights(Weights):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """An objective, and this rank's rows of it, of which there may be none."""
+    """An objective, and this rank's rows; a rank may have no rows."""
 
     features: csr_matrix  # `[rows, dimensions]`
     labels: Floats  # `[rows]`, -1 or +1
@@ -309,7 +311,7 @@ class Problem:
         return int(self.features.shape[1])
 
     def weights(self, kind: type[Weights] = LazyWeights) -> Weights:
-        """Return a model of zeros."""
+        """Return weights of zero."""
         return kind(self.dimensions, self.dtype, l1=self.l1, l2=self.l2, intercept=self.intercept)
 
     def penalty(self, weights: Floats) -> float:
@@ -320,7 +322,7 @@ class Problem:
 
 @final
 class Products:
-    """Multiplies sparse rows on several threads, because SciPy releases the GIL meanwhile.
+    """Multiplies sparse rows on several threads, which helps because SciPy releases the GIL.
 
     Rows are cut into one block per thread, and the blocks' sums are added in order.  A result depends on
     the number of threads (up to rounding), but never on which thread finishes first.
@@ -342,7 +344,7 @@ class Products:
         def block(start: int, stop: int) -> Floats:
             part = rows[start:stop]
             stored = np.arange(part.nnz, dtype=part.indices.dtype)
-            # give every stored element its own column, so that the product only gathers and adds by row
+            # give every stored element its own column, so that the product reads only the weights needed
             gathered = csr_matrix((part.data, stored, part.indptr), (stop - start, part.nnz))
             result: Floats = gathered @ weights.at(part.indices)
             return result

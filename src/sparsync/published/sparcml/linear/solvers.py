@@ -1,4 +1,4 @@
-"""SGD and block coordinate descent over several ranks, with exchanges as sparse as the data."""
+"""SGD and block coordinate descent on several ranks, which exchange messages as sparse as the data."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ __all__ = [
 
 @final
 class DenseSlices(Collective):
-    """Collects every rank's slice (``even_boundaries``) of a vector, dense: the baseline for ``Scd``.
+    """Collects every rank's slice of a vector in dense form; the baseline for ``Scd``.
+
+    ``even_boundaries`` defines the slices.
 
     Cost: ceil(log2 P) messages; n (P - 1) / P words received.   State: none.
     Differs from the paper: nothing.
@@ -104,10 +106,12 @@ SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 
 @final
 class Meter:
-    """Measures how a rank spends its time.  All ranks exchange in the same order, so lists match up.
+    """Measures how a rank spends its time, as lists of times.
+
+    All ranks exchange in the same order, so equal positions in their lists belong to the same exchange.
 
     Args:
-        fence: called before every exchange; waits for the slowest rank, so that waiting does not
+        fence: called before every exchange; it waits for the slowest rank, so that waiting does not
             count as communication, and returns the start time.  By default, ranks do not wait.
         clock: the clock for exchanges; the simulator has its own.
     """
@@ -162,7 +166,7 @@ class Solver(ABC):
         options: options of the exchange; the solver sets its format and cap.
         products: the threads for matrix products.
         seed: seed for the order of rows or coordinates.
-        steps: maximum number of steps per epoch; None makes a whole pass.
+        steps: maximum number of steps per epoch; with None, an epoch is a whole pass.
         meter: measures the time.
     """
 
@@ -193,7 +197,7 @@ class Solver(ABC):
         self.products, self.meter = products or Products(), meter or Meter()
         self.seed, self.steps = seed, steps
         self.weights: Weights = problem.weights()  # the same bits on all ranks
-        self.rows = [problem.rows]  # rows of every rank, once started
+        self.rows = [problem.rows]  # after ``start``, the number of rows of every rank
         self.step = 0
 
     async def start(self, epochs: int | None = None) -> None:
@@ -213,7 +217,7 @@ class Solver(ABC):
             "exchange": self.exchange,
             "epochs": epochs,
         }
-        # every solver compares the same names, because ranks may differ in the solver
+        # all solvers compare the same names, because ranks may have different solvers
         await agree(self.comm, {**facts, **dict.fromkeys(_FACTS), **self.facts})
         counts = await self.comm.allgather(torch.tensor([own.rows]), "rows")
         self.rows = [int(count) for count in counts]
@@ -276,30 +280,32 @@ _LEAST_STEPS = 100
 class Sgd(Solver):
     """Minimises by steps ``w -= lr * (mean gradient of all ranks' batches + penalties)``.
 
-    A gradient has an element wherever a row of the batch has one.  Nothing is dropped or rounded: with
-    any exchange, the steps equal those of a single rank with the combined batch, up to rounding.  Every
-    rank holds a replica of the model; totals are bit-identical, and so are the replicas.
+    A gradient has an element wherever a row of the batch has one.  No element is dropped or compressed:
+    up to rounding, steps are the same as on a single rank with the combined batch, whichever exchange is
+    used.  Every rank holds a replica of the model; totals are bit-identical, and so are the replicas.
 
     Args (in addition to those of ``Solver``):
         batch_size: rows per rank and step; None means the paper's 1,000, or fewer to get 100 steps
             per epoch.
         lr: initial learning rate.  With "adagrad", None means 1, in units of the scores.  With any
-            other schedule, None means the inverse of a bound on the curvature.  With it, gradient
-            descent is certain to descend, but slowly; well-conditioned data allow more.  The bound
-            is ``c (mean |x_i|^2 + intercept) + l2``, where c is the loss's curvature (the hinge has
-            none; 1 is a choice, not a bound).
+            other schedule, None means the inverse of a bound on the curvature.  With this rate, gradient
+            descent is certain to descend, but slowly; well-conditioned data allow higher rates.  The
+            bound is ``c (mean |x_i|^2 + intercept) + l2``, where c is the loss's curvature.  The hinge
+            loss has no curvature: for it, c is set to 1, which is not a bound.
         schedule: one of ``SCHEDULES``, with t in epochs; "adagrad" has a rate for every weight, which
             decreases as its gradients add up (``AdaptiveWeights``).
-        staleness: step t uses exactly the totals up to step t - 1 - staleness; an epoch ends with nothing
-            in flight.  0 makes it synchronous.
-        background: runs exchanges during the computation; with None, each runs when its result is
-            needed (always the case in the simulator, whose clock does not charge computation).
+        staleness: step t uses exactly the totals up to step t - 1 - staleness; an epoch ends when all
+            exchanges have ended.  With 0, training is synchronous.
+        background: the engine that runs exchanges during the computation.  With None, an exchange runs
+            when its result is needed, as always in the simulator, whose clock does not charge
+            computation.
         shuffle: whether to draw a new order of the rows in each epoch; False keeps their stored order.
 
-    Cost: per step one exchange of the gradient's entries; O(entries of the batch + n).
-    State: weights, step.   Differs from the paper: an intercept, which is not penalised.  AdaGrad's rates
-    by default: the paper names no schedule, and on trigrams, a constant rate reaches 81 % in five epochs
-    where AdaGrad reaches SCD's 96 % (``docs/linear.md``).  Asynchronous steps have a fixed delay, which
+    Cost: per step, one exchange of the gradient's entries, and a time of O(entries of the batch + n).
+    State: weights, step.
+    Differs from the paper: there is an intercept, which is not penalised.  AdaGrad's rates are the
+    default:  the paper names no schedule, and on trigrams, a constant rate reaches 81 % in five epochs
+    while AdaGrad reaches SCD's 96 % (``docs/linear.md``).  Asynchronous steps have a fixed delay, which
     makes runs reproducible (the paper does not state its delay).
 
     References: Renggli et al., SparCML, SC 2019, sections 7 and 8.2 (batches of 1,000 per rank).
@@ -349,7 +355,7 @@ class Sgd(Solver):
         return -(-max(self.rows) // self.batch_size)
 
     async def start(self, epochs: int | None = None) -> None:
-        """Start like any ``Solver``; measure the rows, and choose a learning rate if none is given."""
+        """Start as any ``Solver``; measure the rows, and choose a learning rate if none was given."""
         await super().start(epochs)
         problem, weights = self.problem, self.weights
         if self.lr is not None and not isinstance(weights, AdaptiveWeights):
@@ -378,7 +384,7 @@ class Sgd(Solver):
             await self._exchange(None)
 
     def _gradient(self, order: Integers, turn: int) -> SparseVector:
-        """Return this rank's part of the mean gradient over all ranks' rows of this step."""
+        """Return this rank's summand of the mean gradient over all ranks' rows of this step."""
         start, problem = turn * self.batch_size, self.problem
         rows = order[start : start + self.batch_size]
         together = sum(min(max(n - start, 0), self.batch_size) for n in self.rows)
@@ -388,7 +394,7 @@ class Sgd(Solver):
         return self.products.transposed(batch, slopes)
 
     async def _exchange(self, gradient: SparseVector | None) -> None:
-        """Start to exchange a gradient, if there is one; apply the total that is due."""
+        """Start the exchange of a gradient, if there is one, and apply the total that is due."""
         arrived: Reduced | None = None
         with self.meter.exchanging("gradient"):
             if gradient is not None:
@@ -425,21 +431,21 @@ class Scd(Solver):
     1. All ranks know all coordinates of the step from the seed.  Each rank computes partial derivatives
        and curvatures for all of them on its own rows, and sends every other rank the numbers for that
        rank's coordinates.
-    2. A rank sums them in rank order and takes the proximal Newton step in each of its coordinates, with
-       a curvature that bounds that of the whole block: if c of its coordinates meet in a row, ``(sum of
-       c terms)^2 <= c * sum of squares``.  The objective therefore never increases.
+    2. A rank sums these numbers in rank order and takes the proximal Newton step in each of its
+       coordinates.  It uses a bound on the curvature of the whole block: if c of its coordinates meet in
+       a row, ``(sum of c terms)^2 <= c * sum of squares``.  The objective therefore never increases.
     3. The updates are shared in a sparse allgather; every rank updates the weights and its rows' scores.
 
     Args (in addition to those of ``Solver``, whose problem must have a smooth loss):
         coordinates: number of coordinates per rank and step (paper: 100); fewer at the end of a slice.
 
-    Cost: per step P - 1 messages of 16 bytes per coordinate, and the allgather: at most 8 bytes per
+    Cost: per step, P - 1 messages of 16 bytes per coordinate, and an allgather of at most 8 bytes per
     coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy of
     the features by columns.
 
-    Differs from the paper: it specifies neither how a rank obtains the derivatives on other ranks' rows
-    (message 1) nor the step size.  Coordinates are drawn without replacement, and only those that
-    occur in the data (one allreduce of n bytes at the start); the intercept moves in every step.
+    Differs from the paper: the paper specifies neither how a rank obtains the derivatives on other ranks'
+    rows (message 1) nor the step size.  Coordinates are drawn without replacement, and only from those
+    that occur in the data (one allreduce of n bytes at the start).  Every step updates the intercept.
 
     References: Renggli et al., SparCML, SC 2019, section 8.2; Wright, "Coordinate descent
     algorithms", Mathematical Programming 151, 2015; Richtárik and Takáč, "Parallel coordinate descent
@@ -474,15 +480,15 @@ class Scd(Solver):
         self.slices: list[Integers] = []
 
     def _whole_pass(self) -> int:
-        """Return the number of steps that exhaust the largest slice."""
+        """Return the number of steps after which the largest slice is used up."""
         return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
 
     async def start(self, epochs: int | None = None) -> None:
-        """Start like any ``Solver``; also find the columns that occur in the data."""
+        """Start as any ``Solver``, and find the columns that occur in the data."""
         await super().start(epochs)
         here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
         occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]
-        # the vector of updates has one more element, for the intercept, and is cut at the same places
+        # updates have one more element, for the intercept; ``DenseSlices`` cuts them at the same indices
         cuts = even_boundaries(self.problem.dimensions + 1, self.comm.world_size)
         self.slices = np.split(occurring, np.searchsorted(occurring, cuts[1:-1]))
 
@@ -531,7 +537,7 @@ class Scd(Solver):
     async def _sum(self, partial_sums: list[Floats]) -> Floats:
         """Return the sums over ranks, in rank order, of the derivatives for this rank's coordinates."""
         own = partial_sums[self.comm.rank]
-        widest = max(1, *(part.shape[1] for part in partial_sums))  # messages of one length
+        widest = max(1, *(part.shape[1] for part in partial_sums))  # all messages have one length
         blocks = torch.zeros(len(partial_sums), 2, widest, dtype=torch.float64)
         for block, part in zip(blocks, partial_sums, strict=True):
             block[:, : part.shape[1]] = torch.from_numpy(part)
@@ -551,7 +557,7 @@ class Scd(Solver):
         current[is_weight] = self.weights.at(owned[is_weight])
         l1, l2 = self.problem.l1 * is_weight, self.problem.l2 * is_weight
         slopes, curvatures = derivatives[0] + l2 * current, derivatives[1] + l2
-        moves = curvatures > 0  # a column of zeros has no curvature, so its weight does not move
+        moves = curvatures > 0  # a column of zeros has no curvature, so its weight does not change
         curvatures = np.where(moves, curvatures, 1)
         targets = soft(current - slopes / curvatures, l1 / curvatures)
         changes = np.where(moves, targets - current, 0).astype(self.problem.dtype)

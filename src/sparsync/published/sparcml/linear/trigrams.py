@@ -1,4 +1,4 @@
-"""Build a data set from files that every Python has: trigrams of the standard library's sources."""
+"""Builds a data set from files that every Python has: trigrams of the standard library's sources."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def trigram_shard(
     """Return this rank's rows of the trigram data set; a rank hashes only its own rows.
 
     The data set has the shape of URL and Webspam (millions of columns, a few hundred entries per row),
-    but needs no download.  A sample is a run of lines from one file; its label tells the package.  A
-    trigram that occurs c times among the n trigrams of its sample has the entry sqrt(c / n), so rows have
-    length 1.  A run of whitespace counts as one blank.  Rows are in random order, the same on every rank,
-    so shards have similar distributions.
+    but needs no download.  A sample consists of consecutive lines from one file; its label depends on
+    the package.  A trigram that occurs c times among the n trigrams of its sample has the entry sqrt(c /
+    n), so rows have length 1.  Consecutive whitespace counts as one blank.  Rows are in random order,
+    the same on every rank, so shards have similar distributions.
 
     Args:
         dimensions: number of columns into which trigrams are hashed.
         rank: this rank.
         world_size: number of ranks; may exceed the number of rows.
-        rows: use only this many rows, from the start of the order; default: all.
+        rows: use only this many rows, from the start of the random order; default: all.
         positive: name of the top-level package or module whose lines are +1.  Default: ``test``,
             about half of all lines; if it is not shipped, all packages (modules are -1).
         root: folder of the sources; default: this Python's standard library.
@@ -77,7 +77,7 @@ def trigram_shard(
 
 
 def _samples(root: Path, positive: str | None) -> tuple[list[bytes], np.ndarray]:
-    """Read all sources in the order of their paths; return all runs of lines, and their labels."""
+    """Read all sources in the order of their paths; return all samples, and their labels."""
     texts: list[bytes] = []
     names: list[str] = []  # top-level package or module of each text
     packages: set[str] = set()
@@ -117,7 +117,7 @@ def _hashed(texts: list[bytes], dimensions: int) -> csr_matrix:
     if not texts:
         return csr_matrix((0, dimensions), dtype=np.float32)
     vectorizer = HashingVectorizer(
-        encoding="latin-1",  # bytes, whatever they are
+        encoding="latin-1",  # it decodes any bytes
         analyzer="char",
         ngram_range=(3, 3),
         lowercase=False,

@@ -1,1 +1,1 @@
-"""The cost model: a machine, predictions and plans, and calibration on the job's own links and ranks."""
+"""The cost model: a machine's times, predictions and plans, and calibration on a job's own links."""

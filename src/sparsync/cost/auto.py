@@ -1,4 +1,4 @@
-"""Auto: the planner chooses the collective of every unit, and measurements correct its predictions."""
+"""Auto: the planner chooses a collective, and measurements during training correct its predictions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _WEIGHT = 0.5  # weight of a new measurement in its candidate's factor
 
 @dataclass(frozen=True)
 class AutoState:
-    """The choice so far, and the candidates' ratios of measured to predicted times.
+    """The current choice, and the candidates' factors, i.e. ratios of measured to predicted times.
 
-    Only arithmetic changes the state, so ranks that see the same seconds make the same choice.  The
-    prediction for a candidate that was never used is trusted: every candidate that promises enough gain
-    is tried once, and afterwards judged by its own factor.
+    Only arithmetic changes the state, so ranks that see the same seconds make the same choice.  Until a
+    candidate has been used, its prediction is trusted.  So every candidate that promises enough gain is
+    tried once, and is then judged by its own factor.
 
     Example:
         >>> state = AutoState(choice=0, factors=(None, None))
@@ -53,9 +53,9 @@ class AutoState:
     ) -> AutoState:
         """Return the state after another measurement, possibly with another ``choice``.
 
-        ``predicted`` has the seconds by candidate, fastest first; it lacks the choice if a budget has
-        ruled that out in the meantime.  ``measured`` is the number of seconds that the choice took, the
-        same on all ranks.
+        ``predicted`` maps candidates to seconds, fastest first; the choice is missing from it if a budget
+        has ruled the choice out in the meantime.  ``measured`` is the number of seconds that the choice
+        took, the same on all ranks.
         """
         if self.choice not in predicted:
             return replace(self, choice=next(iter(predicted)))
@@ -73,7 +73,7 @@ class AutoState:
         return replace(learned, choice=best, streak=0)
 
     def corrected(self, predicted: Mapping[int, float]) -> dict[int, float]:
-        """Return the predicted seconds times the factors, by candidate."""
+        """Return the predicted seconds of each candidate times its factor."""
         known = [1.0 if factor is None else factor for factor in self.factors]
         return {i: known[i] * seconds for i, seconds in predicted.items()}
 
@@ -82,17 +82,18 @@ class AutoState:
 class Auto(Collective):
     """The planner's choice among collectives, corrected by measurements while training.
 
-    The first step makes the plan, when n, k and P are known; they are the same on all ranks.  The first
-    step's entries are already selected by then, so dense can only start on the second step.  A step with
-    another k or P, as after a warm-up, plans again in the same way, with the factors known by then.
-    Every ``check_period`` steps, the ranks agree on the time of an exchange since the last plan.  It is
-    the minimum of their means, because a rank that arrives early also measures its wait for the others.
-    This yields a factor for the current candidate, and a switch to another candidate if that one promises
-    enough gain.
+    The first step makes the plan, because n, k and P are then known, and the same on all ranks.  Its own
+    entries are already selected, so dense cannot start before the second step.  If k or P changes later,
+    e.g. after a warm-up, the step plans again in the same way, using the factors measured so far.
 
-    Args: those of the preset ``sparsync.presets.auto``; candidates select k entries or everything.
+    Every ``check_period`` steps, the ranks agree on the mean time of an exchange since the last plan or
+    check.  They take the minimum of their means, because a rank that arrives early also measures its wait
+    for the others.  The ratio of this time to the prediction updates the current candidate's factor.  If
+    another candidate promises enough gain, the ranks switch to it.
 
-    Cost: that of the choice, plus one allreduce of 8 bytes per check.   State: ``AutoState``.
+    Args: as for the preset ``sparsync.presets.auto``; candidates select k entries or everything.
+
+    Cost: the cost of the choice, plus one allreduce of 8 bytes per check.   State: ``AutoState``.
     Differs from the paper: there is none.
 
     Example:
@@ -142,12 +143,12 @@ class Auto(Collective):
 
     @property
     def whole(self) -> bool:
-        """Whether the choice is dense, which takes the whole vector."""
+        """Whether the current choice is dense, i.e. takes the whole vector."""
         return self._parts[self._index].whole
 
     @property
     def name(self) -> str:
-        """Name of the choice."""
+        """The name of the current choice."""
         return self.candidates[self._index]
 
     def explain(self) -> str:
@@ -161,7 +162,7 @@ class Auto(Collective):
 
     def _why(self, sizes: tuple[int, int, int]) -> str:
         """Return the reason for the choice: the plan, or how measurements correct it."""
-        # planned here, and once, because the search for break-even takes far longer than a ranking
+        # plan only here, and once, because the search for break-even takes far longer than a ranking
         if self._explained is None or self._explained[0] != sizes:
             n, k, p = sizes
             made = plan(n, p, self.machine, self._plannable, k=k, budget_bytes=self.budget)
@@ -209,7 +210,7 @@ class Auto(Collective):
         return {self.candidates.index(p.collective): p.seconds for p in table}
 
     def _plan(self, part: Collective, sizes: tuple[int, int, int]) -> Collective:
-        """Choose the fastest candidate; return the one for this step, whose entries are selected."""
+        """Choose the fastest candidate; return the fastest one that can use this step's selection."""
         corrected = self._state.corrected(self._seconds_of(self._ranking(sizes)))
         fastest = sorted(corrected, key=corrected.__getitem__)
         self._state = replace(self._state, choice=fastest[0], streak=0, planned=sizes[1:])

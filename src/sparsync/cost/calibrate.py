@@ -1,4 +1,4 @@
-"""Measure the times of a group's links and ranks, on the group itself.
+"""Measures the times of a group's links and ranks, on the group itself.
 
 All ranks work at the same time, so if there are more ranks than cores, they are as slow as in training.
 """
@@ -38,22 +38,22 @@ _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
 _DENSITY = 0.01  # k / n of the selections
 _REGIONS = 4  # number of regions of the vector, and of messages merged at once
-# number of batches per kind of work, and its minimum if time is short; one more batch warms up
+# number of batches per kind of work, and the least number if time is short; one more is a warm-up
 _BATCHES, _AT_LEAST = 8, 3
 _SETTLED = 12  # steps until the selector's threshold has adapted to a residual that starts at zero
 _REHEARSAL = 0.2  # fraction of the time for whole exchanges
-_REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # its cost is two turns and little else
+_REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns account for nearly all of its cost
 _LEAST, _MOST = 8, 50  # number of rehearsed exchanges
-# seconds from the last arrival to the start: 10 times as long as 8 ranks on 2 cores need to agree
+# seconds between the last rank's arrival and the start; 8 ranks on 2 cores agree in a tenth of this
 _AHEAD = 0.03
-_FAR = 1e-3  # seconds in flight below which most of a message's latency is work at both ends
+_FAR = 1e-3  # if a message is in flight for fewer seconds, most of its latency is work at both ends
 # factor by which the rehearsal's vectors are smaller than those of ``_Work``, so that turns dominate
 _SMALLER = 4
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured machine with intervals for its numbers; bit-identical on all ranks."""
+    """A measured machine, with an interval for each of its numbers; bit-identical on all ranks."""
 
     machine: Machine
     intervals: dict[str, Interval]  # at 95 %; a single rank has no alpha and beta
@@ -62,7 +62,7 @@ class Calibration:
     sizes: tuple[int, ...] = ()  # bytes of the messages that were sent
 
     def slow_links(self, *, factor: float = 1.5) -> list[Link]:
-        """Return links whose seconds per byte exceed ``factor`` times the median, slowest first."""
+        """Return the links whose seconds per byte exceed ``factor`` times the median, slowest first."""
         if not self.links:
             return []
         limit = factor * median(link.beta for link in self.links)
@@ -78,11 +78,11 @@ async def calibrate(
     """Measure the links and the work of a group's ranks; all of them call it together.
 
     Alpha and beta are fitted to rounds of messages of several sizes, as large as the time allows.  In the
-    simulator, they equal those of its ``Links``, and work takes no time.  Finally, the ranks rehearse
-    whole exchanges.
+    simulator, the result equals alpha and beta of its ``Links``, and work takes no time.  At the end, the
+    ranks rehearse whole exchanges.
 
     Args:
-        comm: the group, of any size; it must be otherwise idle.  Its ledger records the bytes.
+        comm: the group, of any size; it must have nothing else to do.  Its ledger records the bytes.
         seconds: approximate duration; slow or distant links may take longer.
         probe: limits of the measurement.
 
@@ -117,7 +117,7 @@ async def calibrate(
 
 
 def _distance(alpha: float, clocks: Sequence[Clock]) -> Measured:
-    """Return the part of alpha spent in flight: half of the fastest round trips, if those are long.
+    """Return the part of alpha spent in flight: half of the fastest round trips, or 0 if they are short.
 
     Example:
         >>> _distance(0.05, [Clock(0.3, 0.0402), Clock(0.1, 0.0404)])
@@ -150,13 +150,13 @@ def _stands_still(comm: Communicator) -> bool:
 
 
 async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dict[str, Measured]:
-    """Return the paces of "gamma", "select", "encode" and "decode", in the units of ``Machine``.
+    """Return the times per unit of "gamma", "select", "encode" and "decode", as in ``Machine``.
 
-    All ranks call it together.  The pace of the slowest rank counts, because the others wait for it.
+    All ranks call it together.  The slowest rank's times count, because the others wait for it.
 
     Cost: about ``seconds`` of work; 5 n floats of memory.
     """
-    if _stands_still(comm):  # such a clock charges at most for summed bytes, so one call is enough
+    if _stands_still(comm):  # such a clock charges for summed bytes at most, so one call is enough
         probe = replace(probe, elements=min(probe.elements, 1 << 10), calls=1)
     work = _Work(comm, probe.elements)
     tasks: dict[str, Callable[[], Awaitable[tuple[float, int]]]] = {
@@ -192,7 +192,7 @@ async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dic
 
 
 class _Work:
-    """A rank's vectors and the work on them; each task returns its seconds and the units of work done."""
+    """A rank's vectors and the work on them; each task returns its seconds and its units of work."""
 
     def __init__(self, comm: Communicator, elements: int) -> None:
         self.comm, self.step = comm, 0
@@ -215,7 +215,7 @@ class _Work:
         return self.comm.now - start, nbytes
 
     async def select(self) -> tuple[float, int]:
-        """Accumulate, select and keep the rest, as in a training run past its first steps."""
+        """Accumulate, select and keep the rest, as in a training run after its first steps."""
         while self.step < _SETTLED:
             self._select()
         return self._select(), self.residual.numel()
@@ -253,11 +253,11 @@ async def _measure_turn(
 ) -> Measured:
     """Return the seconds lost per turn (``Machine.turn``), bit-identical on all ranks.
 
-    All ranks rehearse an exchange of ``budgeted``.  From its time, subtract the time that the machine
-    measured so far predicts for its messages, bytes and entries; divide the rest by the number of turns.
-    If ranks share cores, a rank that waits for entries while others work gets its core back a time slice
-    later.  As in a training step, every exchange follows a selection: exchanges back to back, with warm
-    caches, take half as long (measured).
+    All ranks rehearse an exchange of ``budgeted``.  The machine measured so far predicts the time of its
+    messages, bytes and entries; the rest of the exchange's time is divided by the number of turns.  This
+    rest is large if ranks share cores: a rank that waits for entries while others work gets its core
+    back a time slice later.  As in a training step, every exchange follows a selection.  Exchanges back
+    to back, with warm caches, would take half as long (measured).
 
     ``ahead`` is the offset of this rank's clock from rank 0's, in seconds.
     """
@@ -282,8 +282,8 @@ async def _measure_turn(
     collective, end = Budgeted(), comm.now + seconds
     for step in range(_MOST + 1):
         if work is not None:
-            await work.select()  # leaves caches cold, as a training step does
-        # all ranks start at an agreed time, because a barrier would release them one by one
+            await work.select()  # it empties the caches, as a training step does
+        # start all ranks at an agreed time, because a barrier would release them one by one
         mine = torch.tensor([comm.now - ahead + (0.0 if still else _AHEAD)], dtype=torch.float64)
         agreed = float(await comm.allreduce(mine, _PHASE, op="max"))
         start = max(agreed, comm.now - ahead)

@@ -1,4 +1,4 @@
-"""Time messages over every link of a group as collectives use it: all at once, in both directions.
+"""Times messages over every link of a group as collectives use it: all at once, in both directions.
 
 In a round, every rank r sends to rank r + ``shift`` and receives from rank r - ``shift``.  Rounds with
 the same shift follow each other without a barrier, like the phases of a collective.
@@ -34,9 +34,10 @@ _PHASE = "calibrate"
 _CONTROL = Raw("control")
 _SHORTEST = 1e-12  # seconds, added to every time because ratios to zero are undefined
 _SMALLEST, _FACTOR = 256, 4  # bytes of the first messages; ratio of consecutive sizes
-_ROUNDS = 4  # counted rounds per visit of a size, at every shift; an uncounted round precedes them
+# rounds that count per visit, i.e. per series of messages of one size, and shift; one more precedes them
+_ROUNDS = 4
 _PINGS = 8  # round trips per rank to compare its clock
-_SHARE = 0.25  # fraction of the remaining time that the first visit of a size may take
+_SHARE = 0.25  # fraction of the remaining time that the first visit to a size may take
 _CONFIDENCE, _RESAMPLES = 0.95, 200  # for intervals: 5 of 200 resamples lie beyond each end
 
 Interval = tuple[float, float]
@@ -46,16 +47,16 @@ Measured = tuple[float, Interval]
 """A number, and its interval at 95 %."""
 
 
-# ---- fits: floats in, floats out, the same on every rank that is given the same ---------------------
+# ---- fits: pure functions of floats, so ranks with the same input get the same result ---------------
 
 
 def fit_line(seconds_of: Mapping[int, float]) -> tuple[float, float]:
     """Fit ``seconds = alpha + beta nbytes`` through the largest size; neither number is negative.
 
-    The line passes through the largest size exactly, because that measures beta best; the small sizes
-    determine alpha.  Deviations are ratios, because times span orders of magnitude.  They are not
-    squared, so that an outlier due to a buffer or a protocol has little influence.  The line passes
-    through a second point, unless alpha or beta is zero.
+    The line passes through the largest size exactly, because this size measures beta best; the small
+    sizes determine alpha.  Deviations are ratios, because times span orders of magnitude.  They are not
+    squared, so that an outlier due to a buffer or a protocol has little influence.  Unless alpha or beta
+    is zero, the line also passes through a second point.
 
     Args:
         seconds_of: times by message size in bytes; at least two sizes.
@@ -96,8 +97,8 @@ def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> dict[str, Meas
 def fit_pace(batches: Sequence[tuple[float, float]]) -> Measured:
     """Return the seconds per unit over all batches, with an interval from the bootstrap.
 
-    The pace is total seconds over total units, not a median: if processes share cores, most calls run
-    undisturbed, and the few that wait long make the processes slow.
+    The result is total seconds over total units, and not a median: if processes share cores, most calls
+    run undisturbed, and a few long waits make the processes slow.
 
     Args:
         batches: the seconds and the units of work of every batch.
@@ -123,7 +124,7 @@ def _middle(numbers: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Clock:
-    """The offset of a rank's clock from rank 0's, in seconds, accurate to half of the best round trip."""
+    """The offset of a rank's clock from rank 0's, in seconds, accurate to half the fastest round trip."""
 
     ahead: float = 0.0
     uncertainty: float = 0.0
@@ -143,13 +144,13 @@ class Link:
 class Probe:
     """The limits of the measurement, first for messages, then for the ranks' own work."""
 
-    # bytes of the largest message; on a wire of 10 Gbit/s, it takes 70 times as long as a 50 us latency
+    # bytes of the largest message; on a 10 Gbit/s link, it takes 70 times as long as a latency of 50 us
     largest: int = 1 << 22
-    # maximum number of visits per size; sizes alternate, so a busy moment affects all of them
+    # maximum number of visits per size; sizes alternate, so that a busy moment affects all of them
     visits: int = 8
-    # maximum number of shifts; if there are fewer, all are used and every link is measured
+    # maximum number of shifts; if no more exist, all are used and every link is measured
     shifts: int = 8
-    budget: float = 0.6  # fraction of the calibration's time for the links
+    budget: float = 0.6  # fraction of the calibration's time that is spent on the links
     elements: int = (
         1 << 22
     )  # elements of the ranks' vectors: 16 MB, more than most second-level caches
@@ -162,8 +163,8 @@ async def measure_links(
 ) -> tuple[dict[str, Measured], tuple[Link, ...], tuple[Clock, ...], tuple[int, ...]]:
     """Fit latency and bandwidth of a group of two or more; all ranks call it together.
 
-    Sizes grow as long as they fit into ``probe.budget`` of the time, or do not show the bandwidth yet;
-    then the sizes alternate.
+    Sizes grow as long as they fit into ``probe.budget`` of the time, or until the bandwidth shows in the
+    times.  After that, the sizes are repeated alternately.
 
     Returns:
         "alpha" and "beta" of all links together; each single link; each rank's clock; the sizes.
@@ -174,7 +175,8 @@ async def measure_links(
     cost = survey.cost(size)
     first, bytes_show = survey.pace(size), False
     survey.times.clear()
-    # a line needs two sizes; the transfer of one must take as long as the latency, however long that is
+    # a line needs two sizes, and the transfer of one must take as long as the latency, whatever that
+    # costs
     while size <= probe.largest and (not bytes_show or cost <= survey.left * _SHARE):
         await survey.visit(size, _ROUNDS)
         bytes_show = len(survey.times) > 1 and survey.pace(size) >= 2 * first
@@ -195,7 +197,7 @@ class _Survey:
     def __init__(self, comm: Communicator, seconds: float, most_shifts: int) -> None:
         self.comm, self.seconds = comm, seconds
         count = min(most_shifts, comm.world_size - 1)
-        # evenly spread; 1 is among them
+        # spread the shifts evenly, and include 1
         self.shifts = [1 + i * (comm.world_size - 1) // count for i in range(count)]
         self.started, self.spent = comm.now, 0.0  # seconds spent by the slowest rank
         self.costs: dict[int, float] = {}  # seconds of the last visit to each size
@@ -207,11 +209,11 @@ class _Survey:
         return self.seconds - self.spent
 
     def pace(self, size: int) -> float:
-        """Return the seconds of a round of this size if only the links delay it."""
+        """Return the seconds for a round of this size that only the links delay."""
         return float(_paces(self.times[size][-1]).quantile(0.25))
 
     def cost(self, size: int) -> float:
-        """Return the expected seconds of a visit to a size, from the last visit to it."""
+        """Return the expected seconds for a visit to a size, judging from the last one."""
         return len(self.shifts) * (_ROUNDS + 1) * self.pace(size)
 
     async def visit(self, size: int, rounds: int) -> None:
@@ -260,9 +262,9 @@ class _Survey:
         return tuple(Clock(*pair.tolist()) for pair in gathered)
 
     def each_link(self, clocks: Sequence[Clock]) -> tuple[Link, ...]:
-        """Fit every link separately; its times run from when both ranks are ready until the arrival."""
+        """Fit every link separately, to the times from when both ranks are ready until the arrival."""
         ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
-        # on rank 0's clock
+        # convert all times to rank 0's clock
         common = {size: torch.cat(visits, dim=2) - ahead for size, visits in self.times.items()}
         links = []
         for dest in range(len(clocks)):

@@ -15,10 +15,10 @@ __all__ = ["Machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds per unit for all parts of an exchange, measured by calibration or given.
+    """The seconds per unit of all parts of an exchange, measured by calibration or given.
 
-    The defaults for the ranks' work are those of one core (measured with the native kernels by
-    ``sparsync doctor``); the defaults for the links are those of ``Links``.
+    The defaults for the ranks' work were measured on one core with the native kernels
+    (``sparsync doctor``); the defaults for the links are the same as in ``Links``.
 
     Attributes:
         alpha: latency in seconds per message, including the work at both ends.
@@ -27,10 +27,10 @@ class Machine:
         select: seconds per element for accumulating and selecting.
         encode: seconds per packed entry.
         decode: seconds per entry for unpacking and merging.
-        distance: the part of alpha, in seconds, for which a message is in flight.  Messages sent
+        distance: the part of alpha, in seconds, for which a message is in flight.  Messages that are sent
             together share this part; each pays the rest of alpha.
-        turn: seconds lost when a rank has worked and then waits for the entries of others: a time slice
-            of the system if there are more ranks than cores, 0 if each rank has its own core.
+        turn: seconds lost whenever a rank has finished work and waits for the entries of others: a time
+            slice of the system if there are more ranks than cores, 0 if each rank has its own core.
 
     Example:
         >>> gigabit = Machine(alpha=50e-6, beta=8e-9)
@@ -62,7 +62,7 @@ class Machine:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Machine:
-        """Return the machine described by a result of ``as_dict``; defaults fill the gaps.
+        """Return the machine described by a result of ``as_dict``; missing numbers get defaults.
 
         Raises:
             ConfigurationError: a name is unknown, or a number is invalid.

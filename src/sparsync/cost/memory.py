@@ -1,12 +1,13 @@
-"""Predict how much memory a rank needs for training, and how much ``attach`` adds.
+"""Predicts how much memory a rank needs for training, and how much ``attach`` adds.
 
-Training holds the weights, the gradients, DDP's buckets, and the optimizer's state. ``attach`` adds::
+Training needs memory for the weights, the gradients, DDP's buckets, and the optimizer's state.
+``attach`` adds, depending on the values that are exchanged::
 
     gradients   the residual, n words, and 12 bytes for each of k entries
     updates     the shared weights and the residual, n words each, and an exchange's messages: bits
                 per element, sent and received in two rounds
 
-On a GPT of 124 million parameters, measured additions were 1.1 words per parameter for gradients, and
+For a GPT with 124 million parameters, measured additions were 1.1 words per parameter for gradients, and
 2.0 to 2.1 for updates (``benchmarks/memory_gpt.md``).
 """
 
@@ -23,18 +24,18 @@ __all__ = ["Footprint", "Optimizer", "footprints"]
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 
-# words per parameter of the optimizer's state; Muon keeps a momentum for its matrices
+# words of optimizer state per parameter; Muon keeps a momentum for its matrices
 _STATES: Final = MappingProxyType({"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1})
 _REPLICA: Final = 3  # weights, gradients, DDP's buckets
 _ENTRY: Final = 12  # bytes of a selected entry: its index, its value, its position in a message
 _BITS: Final = (
     1 + 16 / 256
-)  # bits per element of an update, with its share of a block's scale, in each direction
+)  # bits per element of an update in each direction, including its share of a block's scale
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes that a rank needs: ``device`` where the model is, plus ``host`` in host memory."""
+    """The bytes that a rank needs: ``device`` on the model's device, plus ``host`` in host memory."""
 
     name: str
     device: int
@@ -42,11 +43,11 @@ class Footprint:
 
 
 def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
-    """Return the memory of training itself, then the addition of each way to attach.
+    """Return the memory for training itself, and then the memory that each way to attach adds.
 
     Args:
         size: number of trained parameters, in float32.
-        k: entries of a gradient that are exchanged.
+        k: number of entries of a gradient that are exchanged.
         optimizer: "sgd", "sgd-momentum", "adamw" or "muon".
 
     Raises:

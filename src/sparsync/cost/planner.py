@@ -1,4 +1,4 @@
-"""Predict the time of a step's exchange for each collective, the fastest one, and where dense wins.
+"""Predicts the time of a step's exchange for each collective, the fastest one, and where dense wins.
 
     seconds   = selection + exchange - hidden
     selection = n select + (entries of the total) decode
@@ -8,8 +8,9 @@
 All terms refer to the busiest rank, as counted by ``Collective.cost``.  An entry takes the same time in
 every sparse format.  Messages are sequential, as in the papers; links on which they overlap are faster.
 If the time of computation is given, part of the exchange is hidden behind the backward pass, which takes
-two thirds of a pass.  An exchange in m parts (DDP's buckets of 25 MiB, the units of ``attach``) overlaps
-the backward pass except for its last part.  A model in a single unit hides nothing.
+two thirds of that time.  An exchange in m parts (DDP's buckets of 25 MiB, or the units of ``attach``)
+overlaps the backward pass except for its last part.  If the whole model is a single unit, nothing is
+hidden.
 
 The planner is pure arithmetic: it maps a ``Machine`` and sizes to a ``Plan``, the same on every rank.
 """
@@ -62,17 +63,18 @@ __all__ = [
 _DENSE = Algorithm("dense", Everything, Dense, source="Ok-Topk, Table 1, Dense")
 DEFAULT_DENSITY = 0.01
 BUCKET_BYTES = 25 * 2**20  # bytes of gradients per dense exchange, as in PyTorch's DDP
-BACKWARD = 2 / 3  # fraction of a pass: backward has two matrix products per layer, forward has one
+# fraction of the computation: the backward pass has two matrix products per layer, the forward pass one
+BACKWARD = 2 / 3
 # The overhead of updates apart from their exchange, per local step (for the optimizer) and per exchange
 # (for the shared weights), in passes over the model, each as long as a dense addition.  The numbers were
 # set by hand to match steps of a GPT with 8.4 M parameters in the lab (benchmarks/time_to_loss.md).
 STEP_PASSES, EXCHANGE_PASSES = 8, 8
-_NEARLY = 0.9  # fraction of the largest number of entries that fit a budget
+_NEARLY = 0.9  # fraction of the largest number of entries that fits a budget
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is searched
 _PER_DECADE, _HALVINGS = (
     4,
     40,
-)  # points per decade of this search, and later halvings of the interval
+)  # this search tries 4 points per decade, and then halves the interval 40 times
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Prediction:
     bytes_sent: float  # largest number of bytes that a rank sends or receives
     messages: float  # sequential messages of a rank
     equation: str  # paper and number, or "sparsync"
-    # lower bound for the same result, in words of 4 bytes: two per entry, or one per value
+    # lower bound for the same result in words of 4 bytes: two words per entry, or one per dense value
     lower_bound_words: float
     seconds_hidden: float = 0.0  # part of the exchange that overlaps the backward pass
 
@@ -128,7 +130,7 @@ def predict(
 def seconds_of_updates(
     algorithm: Algorithm, period: int, *, size: int, world_size: int, machine: Machine
 ) -> float:
-    """Predict the seconds per local step if updates of whole models are exchanged every ``period`` steps.
+    """Predict the seconds per local step if all updates are exchanged every ``period`` steps.
 
     Raises:
         ConfigurationError: as for ``predict``.
@@ -169,14 +171,14 @@ def bound_words(result: Result, job: Job) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """The fastest collective, and the reason."""
+    """The fastest collective, and the reason for this choice."""
 
     choice: str
     why: str  # one sentence
     # bytes per second below which some sparse candidate always beats dense; 0 if there is no such
     # bandwidth, None if some candidate wins at every bandwidth
     break_even_bandwidth: float | None
-    break_even_density: float | None  # k / n below which the same holds; None: up to density 1
+    break_even_density: float | None  # k / n below which sparse always wins; None: up to density 1
     k: int  # entries per rank
     dense: Prediction  # compared with all candidates, whether or not it competes
     table: tuple[Prediction, ...]  # all candidates, fastest first
@@ -204,10 +206,12 @@ def plan(
         density: k / n; default 0.01 if neither k nor a budget is given.
         k: entries per rank, instead of a density.
         budget_bytes: the most that a rank may send or receive per step; collectives that need more do
-            not compete.  Without density and k, k is the largest number that fits the budget with every
-            candidate that fits at least 90 % as many entries as the best one.
-        compute: seconds of a forward and backward pass; None for no overlap.
-        unit_bytes: bytes of gradients per exchange, except for dense; None for all of them.
+            not compete.  If neither density nor k is given, k follows from the budget.  It is the largest
+            number of entries that fits with all candidates, ignoring candidates that fit fewer than 90 %
+            as many entries as the best one.
+        compute: seconds of a forward and backward pass; with None, there is no overlap.
+        unit_bytes: bytes of gradients per exchange, except for dense; with None, all are exchanged at
+            once.
 
     Raises:
         ConfigurationError: a number or name is bad, or no collective fits the budget.
@@ -250,8 +254,8 @@ def plan(
         return max(fitting, min(1, size))
 
     if k is None and density is None and budget_bytes is not None:
-        # the minimum over candidates that fit nearly as many entries as the best one, so that all of
-        # them compete
+        # take the minimum over candidates that fit nearly as many entries as the best one, so that all
+        # of them compete
         counts = [most_entries(c, budget_bytes) for c in candidates if c.result != "whole"]
         most_of_all = max(counts, default=size)
         k = min((count for count in counts if count >= _NEARLY * most_of_all), default=most_of_all)
@@ -287,7 +291,7 @@ def ranking(
     k: int,
     budget_bytes: float | None = None,
 ) -> tuple[Prediction, ...]:
-    """Return the table of ``plan`` without the rest, whose search for break-even takes far longer.
+    """Return only the table of ``plan``; the search for break-even would take far longer.
 
     Raises:
         ConfigurationError: as for ``plan``.

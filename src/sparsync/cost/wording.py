@@ -1,4 +1,4 @@
-"""Format times, volumes, rates and fractions in readable units."""
+"""Formats times, volumes, rates and fractions in readable units."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """Format a rate in bits per second, as networks are sold.
+    """Format a rate in bits per second, the usual unit for networks.
 
     Example:
         >>> format_bandwidth(1.25e8), format_bandwidth(12_500)

@@ -1,4 +1,4 @@
-"""Attach to Accelerate: ``sync = attach(accelerator, model)``, after ``accelerator.prepare``.
+"""Attaches to Accelerate: ``sync = attach(accelerator, model)``, after ``accelerator.prepare``.
 
 ``accelerator.save_state`` and ``load_state`` then include every rank's sparsync state.
 """
@@ -29,13 +29,13 @@ __all__ = ["attach"]
 
 
 def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> Handle:
-    """Compress the exchange between replicas of a prepared model; the training loop stays as it is.
+    """Compress the exchange between replicas of a prepared model; the training loop does not change.
 
     Args:
         accelerator: the accelerator that prepared the model.
         model: the model that ``accelerator.prepare`` returned.
-        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` lists the prepared
-            optimizers that have parameters of the model, and ``scaler`` is the accelerator's.
+        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` is a list of the prepared
+            optimizers that have parameters of the model, and ``scaler`` is the accelerator's scaler.
 
     Returns:
         The handle of ``sparsync.attach``.  From now on ``accelerator.save_state(folder)`` writes this
@@ -46,7 +46,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
             ``sparsync.attach`` refuses an argument.
         PeerError: ranks disagree.
     """
-    # compare models without DDP, because on a CPU Accelerate records them without it
+    # compare unwrapped models, because Accelerate records models without DDP on a CPU
     inner = accelerator.unwrap_model(model)
     prepared = [accelerator.unwrap_model(one) is inner for one in accelerator._models]
     if not any(prepared):
@@ -54,7 +54,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
             f"this {type(model).__name__} is none of the accelerator's {len(prepared)} prepared models; "
             "call model = accelerator.prepare(model) before attach"
         )
-    # the second model's folder is sparsync_1, as Accelerate counts
+    # the second model's folder is sparsync_1, because Accelerate numbers its files in this way
     name = f"sparsync_{prepared.index(True)}".removesuffix("_0")
     how = "start several: torchrun --nproc-per-node 2 ... (accelerate launch starts one on a CPU)"
     check_processes(accelerator.num_processes, "make Accelerator(cpu=True)")
@@ -75,8 +75,8 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
 class _Loading:
     """An ``Accelerator.load_state`` that also resumes attached models, until the last one is closed.
 
-    Accelerate's own hooks know the folder, but run before the weights are loaded.  A hook therefore
-    records the folder, and the replaced method does the rest after the weights are loaded.
+    Accelerate's own hooks are given the folder, but run before the weights are loaded.  So a hook only
+    records the folder, and this replacement of ``load_state`` resumes once the weights are loaded.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

@@ -1,4 +1,4 @@
-"""Attach and resume, for the adapters of Accelerate, Lightning and the Hugging Face Trainer."""
+"""Attaches and resumes, for the adapters to Accelerate, Lightning and the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def attach_wrapped(
     scaler: Any = None,
     unwrapped: str = "wrap it",
 ) -> Handle:
-    """Attach to the module that a framework wrapped, and possibly compiled, for training.
+    """Attach to the module that a framework has wrapped, and possibly compiled, for training.
 
-    ``attach`` gets the optimizers that have parameters of the model.  ``options`` take precedence over
-    the framework's ``scaler``; ``how`` tells the user how to make the framework start several processes,
-    and ``unwrapped`` how to make it wrap the model.
+    ``attach`` gets those optimizers that have parameters of the model.  A scaler in ``options`` takes
+    precedence over the framework's ``scaler``.  For error messages, ``how`` says how to make the
+    framework start several processes, and ``unwrapped`` how to make it wrap the model.
     """
-    wrapped: Any = getattr(model, "_orig_mod", model)  # torch.compile keeps the module there
+    wrapped: Any = getattr(model, "_orig_mod", model)  # torch.compile stores the module there
     # with one process, frameworks omit DDP, and ``attach`` would ask the user to wrap the model
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone and not isinstance(wrapped, DistributedDataParallel):
@@ -124,7 +124,7 @@ def check_processes(seen: int, cure: str) -> None:
 def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Write this rank's state into a folder of a framework's checkpoint; all ranks call it.
 
-    The file also has a digest of the weights, because a job may end after writing only this file or
+    The file also contains a digest of the weights, because a job may end after writing only this file or
     only the framework's weights.
 
     Raises:
@@ -139,13 +139,13 @@ def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """Load the files of ``save_beside``, after the weights were loaded; all ranks call it.
 
-    A checkpoint of a run without sparsync has no such folder.  Residuals are then unchanged, and a
-    warning says so.
+    The checkpoint of a run without sparsync has no such folder.  In this case, residuals are unchanged,
+    and a warning says so.
 
     Raises:
-        PeerError: some ranks see a folder and others do not.
-        CheckpointError, ConfigurationError: see ``load_states``; the weights differ from the ones saved
-            with the state.
+        PeerError: some ranks see the folder and others do not.
+        CheckpointError, ConfigurationError: see ``load_states``; or the weights differ from the weights
+            that were saved with the state.
     """
     # compare first, because loading is collective, and a rank without the folder would not join
     present = folder.is_dir()
@@ -161,7 +161,7 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 
 
 def take_rank_0s(sync: Handle, model: torch.nn.Module, loaded: bool) -> bool:
-    """Give all ranks the weights and buffers of rank 0, if rank 0 has ``loaded`` some; all ranks call it.
+    """Give all ranks rank 0's weights and buffers, if rank 0 has ``loaded`` weights; all ranks call it.
 
     Returns:
         Whether rank 0 has loaded weights.
@@ -170,7 +170,7 @@ def take_rank_0s(sync: Handle, model: torch.nn.Module, loaded: bool) -> bool:
         run(sync.outer.settle())
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = {name: local_of(tensor) for name, tensor in named.items()}
-    # each rank of a sharded replica keeps its own part, so it takes that of the first replica
+    # each rank of a sharded replica holds a different part, so it takes the same part of replica 0
     comms = sync.communicators[: 1 if _sharded(model) else None]
     told = torch.tensor([int(loaded)])
     for comm in comms:
@@ -187,8 +187,8 @@ def _sharded(model: torch.nn.Module) -> bool:
 def _weights(sync: Handle, model: torch.nn.Module) -> str:
     """Return a digest of a model's weights as a framework saves them.
 
-    The text is empty for shards, because they may be cut differently later.  If updates are exchanged,
-    only rank 0 has a digest, because frameworks save the weights of rank 0.
+    The digest is empty for shards, because they may be cut differently later.  If updates are exchanged,
+    only rank 0 has a digest, because frameworks save only rank 0's weights.
     """
     if isinstance(sync, UpdateSync) and sync.reducer.comm.rank:
         return ""

@@ -1,7 +1,7 @@
-"""Lightning: ``Trainer(strategy="ddp", callbacks=[SparsyncCallback()])``.
+"""A callback for Lightning: ``Trainer(strategy="ddp", callbacks=[SparsyncCallback()])``.
 
-The callback writes ``NAME.ckpt.sparsync`` with every rank's state next to every checkpoint
-``NAME.ckpt``, and ``trainer.fit(ckpt_path=...)`` reads that state.
+Next to every checkpoint ``NAME.ckpt``, the callback writes a folder ``NAME.ckpt.sparsync`` with every
+rank's state.  ``trainer.fit(ckpt_path=...)`` reads this state.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ class SparsyncCallback(Callback):
     """Attaches sparsync when training starts, saves with every checkpoint, resumes with the Trainer.
 
     Args:
-        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` lists the module's
-            optimizers, and ``scaler`` is the one of the Trainer's precision plugin.
+        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` is a list of the module's
+            optimizers, and ``scaler`` is the scaler of the Trainer's precision plugin.
 
     Attributes:
-        sync: the handle of ``sparsync.attach``; None before training starts.
+        sync: the handle that ``sparsync.attach`` returned; None before training starts.
 
     Raises:
-        ConfigurationError, PeerError: see ``sparsync.attach``; from ``trainer.fit``.
+        ConfigurationError, PeerError: raised by ``trainer.fit``; see ``sparsync.attach``.
 
-    A module with several optimizers, i.e. manual optimization, needs
+    A module with several optimizers uses manual optimization, and needs
     ``strategy="ddp_find_unused_parameters_true"``.  When gradients are exchanged, each
-    ``manual_backward`` is a step, which delivers residuals to the parameters of all optimizers: zero
-    gradients after ``step()``, not before ``manual_backward``.  When updates are exchanged, the steps of
-    the last optimizer count, and the Trainer validates the weights that all ranks share.
+    ``manual_backward`` is a step, which delivers residuals to the parameters of all optimizers.
+    Therefore set gradients to zero after ``step()``, and not before ``manual_backward``.  When updates
+    are exchanged, the last optimizer's steps count, and the Trainer validates the weights that all ranks
+    share.
 
-    Lightning does not pass a checkpoint's path to callbacks, and lets only rank 0 write one.  The
-    callback therefore replaces the strategy's ``save_checkpoint`` and ``remove_checkpoint``, which all
-    ranks call, until ``close()``; and its ``on_train_end``, which is called after all callbacks, such as
-    those that average weights.
+    Lightning does not pass a checkpoint's path to callbacks, and lets only rank 0 write checkpoints.
+    Until ``close()``, the callback therefore replaces the strategy's ``save_checkpoint`` and
+    ``remove_checkpoint``, which all ranks call.  It also replaces the strategy's ``on_train_end``, which
+    is called after all callbacks, including callbacks that average weights.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -71,14 +72,14 @@ class SparsyncCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped module, after all states were restored and before any gradient."""
         self._follow(trainer)
-        # refuse a folder in which ranks cannot write now, rather than at the first checkpoint
+        # refuse now, and not at the first checkpoint, a folder to which ranks cannot write
         for checkpoints in trainer.checkpoint_callbacks:
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         former = self.sync
         if former is not None:
-            former.close()  # it is open if the last fit() has raised
+            former.close()  # it is still open if the last fit() raised an error
         sync = attach_wrapped(
             trainer.strategy.model, trainer.optimizers, self._options, how, scaler
         )
@@ -86,14 +87,14 @@ class SparsyncCallback(Callback):
         if trainer.ckpt_path:
             resume(sync, pl_module, _folder(trainer.ckpt_path))
         elif former is not None and self._module is pl_module and not isinstance(sync, UpdateSync):
-            # a second fit() of the same module must still deliver the residual
+            # a second fit() of the same module must still deliver the first one's residual
             sync.load_state_dict(former.state_dict())
         self._module = pl_module
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Show the shared weights."""
-        # The sanity check runs before ``on_train_start``, and validate() after fit(): in both cases there
-        # is no open handle.
+        """Put the shared weights into the module."""
+        # Skip the sanity check, which runs before ``on_train_start``, and validate(), which runs after
+        # fit(): in both cases, no handle is open.
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._show()
 
@@ -113,7 +114,7 @@ class SparsyncCallback(Callback):
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Restore the rank's own weights for a checkpoint that is written during validation."""
+        """Restore the rank's own weights while a checkpoint is written during validation."""
         shows = self._shows
         self._shown.close()
         try:
@@ -141,7 +142,7 @@ class SparsyncCallback(Callback):
     def _follow(self, trainer: Any) -> None:
         """Save and remove every rank's state with each of the Trainer's checkpoints."""
         strategy = trainer.strategy
-        # one callback per strategy: two would save and exchange everything twice
+        # a strategy has one callback at most, because two would save and exchange everything twice
         former = getattr(strategy, _FOLLOWER, None)
         if former is self:
             return
@@ -152,11 +153,11 @@ class SparsyncCallback(Callback):
         ended = strategy.on_train_end
 
         def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-            # a checkpoint with save_weights_only=True has no callbacks and needs no rank states
+            # a checkpoint with save_weights_only=True has no "callbacks", and needs no ranks' states
             if self.sync is None or "callbacks" not in checkpoint:
                 save(checkpoint, filepath, *args, **kwargs)
                 return
-            # ``checkpoint`` refers to the module's tensors, and so shows them as well
+            # ``checkpoint`` refers to the module's tensors, so it changes with them
             with self._hidden():
                 save_beside(self.sync, self._module, _folder(filepath))
                 save(checkpoint, filepath, *args, **kwargs)
@@ -167,7 +168,7 @@ class SparsyncCallback(Callback):
                 shutil.rmtree(_folder(filepath), ignore_errors=True)
 
         def on_train_end(*args: Any, **kwargs: Any) -> None:
-            # called after all callbacks: those after this one may have written weights of their own rank
+            # callbacks that ran after this one may have loaded weights that differ between ranks
             if isinstance(self.sync, UpdateSync):
                 take_rank_0s(self.sync, self._module, True)
             ended(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Hugging Face Trainer: ``trainer.add_callback(SparsyncCallback(trainer))``.
+"""A callback for the Hugging Face Trainer: ``trainer.add_callback(SparsyncCallback(trainer))``.
 
-Every ``checkpoint-N`` then includes every rank's state, and ``resume_from_checkpoint=`` reads that
+Every ``checkpoint-N`` then includes every rank's state, and ``resume_from_checkpoint=`` reads this
 state.
 """
 
@@ -41,16 +41,16 @@ class SparsyncCallback(TrainerCallback):
     Args:
         trainer: the ``Trainer`` to which the callback is added; only the trainer knows the wrapped model
             and the checkpoint from which it resumes.
-        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` and ``scaler`` are the
-            trainer's.
+        options: arguments of ``sparsync.attach``.  By default, ``optimizer`` and ``scaler`` are taken
+            from the trainer.
 
     Attributes:
-        sync: the handle of ``sparsync.attach``; None before training begins.
+        sync: the handle that ``sparsync.attach`` returned; None before training begins.
 
     Raises:
-        ConfigurationError: the trainer already has an open callback of this class.  From
-            ``trainer.train()``: ``sparsync.attach`` refuses an argument.
-        PeerError: from ``trainer.train()``; see ``sparsync.attach``.
+        ConfigurationError: the trainer already has an open callback of this class; in
+            ``trainer.train()``, ``sparsync.attach`` refuses an argument.
+        PeerError: raised by ``trainer.train()``; see ``sparsync.attach``.
 
     When updates are exchanged, evaluations during training use the weights that all ranks share.
     """
@@ -59,7 +59,7 @@ class SparsyncCallback(TrainerCallback):
         self.sync: Handle | None = None
         self._trainer, self._options, self._training = trainer, options, False
         self._model: Any = None
-        # the argument of ``trainer.train()`` while it runs: a path, or True for the last checkpoint
+        # while ``trainer.train()`` runs, its argument: a path, or True for the last checkpoint
         self._checkpoint: Any = None
         train = trainer.train
         if hasattr(train, "sparsync_callback"):
@@ -69,7 +69,7 @@ class SparsyncCallback(TrainerCallback):
 
         @functools.wraps(train)
         def follow(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # callbacks learn at which step training resumes, but not from which checkpoint
+            # the Trainer tells callbacks the step at which training resumes, but not the checkpoint
             self._checkpoint = resume_from_checkpoint
             try:
                 return train(resume_from_checkpoint, *args, **kwargs)
@@ -77,7 +77,8 @@ class SparsyncCallback(TrainerCallback):
                 self._checkpoint, self._training = None, False
 
         follow.sparsync_callback = self  # type: ignore[attr-defined]
-        # no callback runs before an evaluation, so its loop is replaced as well
+        # The Trainer calls no callback before an evaluation.  To evaluate the shared weights, replace
+        # the evaluation loop.
         evaluation_loop = trainer.evaluation_loop
 
         @functools.wraps(evaluation_loop)
@@ -94,8 +95,8 @@ class SparsyncCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Attach to the wrapped model; resume from the trainer's checkpoint, if any."""
-        # a second train() continues with the same handle, unless the trainer has wrapped the model
-        # again, or the first has loaded its best model
+        # Keep the handle for a second train(). Attach again only if the trainer has wrapped the model
+        # anew, or if ``on_train_end`` has closed the handle after the best model was loaded.
         model = self._trainer.model_wrapped
         if self.sync is None or model is not self._model:
             if self.sync is not None:
@@ -118,18 +119,19 @@ class SparsyncCallback(TrainerCallback):
         self._training = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make replicas equal: after a best model was loaded, to that of rank 0.
+        """Make the replicas equal; if the trainer has loaded its best model, copy rank 0's to all ranks.
 
-        Other ranks may have loaded another one, or none, if every machine has its own disk.
+        If every machine has its own disk, other ranks may have loaded a different model, or none.
         """
         self._training = False
         if self.sync is None:
             return
-        # the argument alone says little: training may end before the first evaluation
+        # the argument does not suffice: training may end before the first evaluation
         loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if args.load_best_model_at_end and take_rank_0s(self.sync, self._trainer.model, loaded):
             if isinstance(self.sync, UpdateSync):
-                # it would take the loaded weights for a local step; the next train() attaches again
+                # the handle would take the loaded weights for a local step, so close it; the next train()
+                # attaches again
                 self.sync.close()
                 self._model = None
         elif isinstance(self.sync, UpdateSync):

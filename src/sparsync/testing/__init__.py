@@ -1,8 +1,9 @@
 """Public contract checks: run them on your own selector, codec, collective, transport or averager.
 
-Each ``check_*`` raises ``AssertionError`` with the failed case.  The ``exercise_*`` coroutines are the
-same checks for one rank of any ``Communicator``.  Drive them with ``sparsync.simulate`` or, on a real
-transport, with ``sparsync.transports.driver.run``; they return digests, equal on every transport.
+If a check fails, ``check_*`` raises an ``AssertionError`` that names the case.  The ``exercise_*``
+coroutines are the same checks for one rank of any ``Communicator``.  Run them with ``sparsync.simulate``
+or, on a real transport, with ``sparsync.transports.driver.run``; they return digests, which are equal on
+every transport.
 """
 
 from sparsync.testing.averaging import check_averager

@@ -1,4 +1,4 @@
-"""The inputs that every algorithm must handle, and the comparison of results."""
+"""The inputs that every algorithm must handle, and functions that compare results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = [
     "within",
 ]
 
-# one rank, powers of two, and other numbers, because the rounds of logarithmic collectives differ
+# one rank, powers of two, and other numbers, for which the rounds of logarithmic collectives differ
 WORLD_SIZES = (1, 2, 3, 4, 7)
-STEPS = 3  # per case: the first opens a period, the others reuse its thresholds
+STEPS = 3  # steps per case: the first begins a period, the others reuse its thresholds
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-_SIZE = 499  # a prime: no world size divides it
+_SIZE = 499  # a prime number, which no world size divides
 
 
 def noise(rank: int, world_size: int, step: int, size: int = _SIZE) -> Tensor:
     """Return independent normal entries per rank and step."""
-    # seeded, so that the digests of ``exercise_*`` are equal on every transport and machine
+    # seed the generator, so that the digests of ``exercise_*`` are equal on every transport and machine
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(size, generator=generator)
 

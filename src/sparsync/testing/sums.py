@@ -1,4 +1,4 @@
-"""The contracts of a collective, and of a whole step with selector, collective and residual."""
+"""Contract checks for a collective, and for a whole step with selector, collective and residual."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_collective(
     """Check a collective on the simulator, for every case and world size.
 
     The collective's ``order`` determines whether sums are checked bit for bit, and its ``result``
-    determines whether it gets whole vectors.  With ``rounding``, no rank delivers the part that its codec
-    rounds away, and sums are checked only up to that part.
+    determines whether it gets whole vectors.  Pass ``rounding=True`` if the collective's codec rounds;
+    sums are then checked only up to rounding errors.
 
     Example:
         >>> from sparsync.collectives import Allgather
@@ -126,7 +126,7 @@ async def exercise_algorithm(comm: Communicator, algorithm: Algorithm) -> list[s
             where = f"{algorithm.name}, P = {comm.world_size}, case '{case.name}', step {step}"
             gradient = case.make(comm.rank, comm.world_size, step)
             digests.append(await _check_step(comm, reducer, gradient, where))
-    # the smaller density gives k = 1; even then, a NaN must survive every cap
+    # the smaller density makes k = 1; even then, a NaN must pass every cap
     for density in (0.1, 0.001):
         await _check_refusal(comm, algorithm, density)
     return digests
@@ -155,15 +155,16 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     left = accumulated.double().sum(0)
     total = average.to_dense().double() * divisor
     right = total + residuals.double().sum(0) + losses.double().sum(0)
-    # a codec may deliver more than the entry (a mean); the residual's rounding is relative to that
+    # a codec may deliver more than an entry, e.g. a mean; the residual's rounding is relative to the
+    # larger
     scale = accumulated.abs().maximum(residuals.abs()).sum(0) + losses.double().abs().sum(0)
-    # one more rounding than in the law, because the average was divided by P
+    # + 1, because dividing the average by P rounds once more than the law allows for
     assert within(left - right, scale, world_size + 1), f"{where}: mass appeared or was lost"
     return digest(average)
 
 
 async def _check_refusal(comm: Communicator, algorithm: Algorithm, density: float) -> None:
-    """Check that all ranks refuse a NaN on one of them, and that it leaves no trace in later steps."""
+    """Check that all ranks refuse a NaN on one of them, and that it does not affect later steps."""
     case = Case("noise", 499, 40, noise)
     broken, untouched = (_reducer(comm, algorithm, case, density) for _ in range(2))
     for step in range(STEPS):

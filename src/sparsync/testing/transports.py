@@ -1,4 +1,4 @@
-"""The contract of a communicator."""
+"""Contract checks for a communicator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsync.wire.coo import Coo
 
 __all__ = ["check_communicator", "check_deadline", "exercise_communicator"]
 
-_LATEST = 10.0  # seconds after a deadline, because a loaded machine wakes threads late
+_LATEST = 10.0  # maximum wait in seconds; generous, because a busy machine wakes threads late
 
 
 def check_communicator(
@@ -31,13 +31,13 @@ def check_communicator(
 ) -> None:
     """Check every call of a transport whose ranks are all in this process.
 
-    ``connect`` returns the communicators of a group with the given number of ranks; a thread drives each
-    of them and closes it at the end.  With None, this checks the simulator.  For a transport between
-    processes, run ``exercise_communicator`` on every rank.
+    ``connect`` returns the communicators of a group with the given number of ranks.  Each of them runs in
+    its own thread, and is closed at the end.  With None, this checks the simulator.  For a transport
+    between processes, run ``exercise_communicator`` on every rank.
 
     Raises:
         AssertionError: a call returned a wrong result.
-        CommunicationError: the transport's own error, from the first rank that has one.
+        CommunicationError: the transport's own error, from the first rank that raised one.
 
     Example:
         >>> from sparsync.transports.groups import SoloCommunicator
@@ -61,10 +61,10 @@ def check_communicator(
 def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
     """Check that waiting for a silent rank ends with an error that names rank, step and phase.
 
-    ``connect`` returns the communicators of two ranks with a short deadline; this check waits for it.
+    ``connect`` returns the communicators of two ranks with a short deadline, which this check waits out.
 
     Raises:
-        AssertionError: there is no error, it is late, or it does not name rank, step and phase.
+        AssertionError: there is no error, the error is late, or it does not name rank, step and phase.
     """
     waiting, silent = connect()
     started = time.monotonic()
@@ -108,7 +108,7 @@ async def exercise_communicator(comm: Communicator) -> None:
             assert block.tolist() == [r] * lengths[r], f"allgatherv, ring {ring}: block {r}"
     await _check_alltoallv(comm)
     await _check_order(comm)
-    # descending, so that a rank's number in the group differs from its position in rank order
+    # list members in descending order, so that ranks within the group are not in the global order
     members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
     shared = await Subgroup(comm, members).allgather(torch.tensor([rank]), "check")
     assert [int(t) for t in shared] == members, "a group inside is in the order given"

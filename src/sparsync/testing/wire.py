@@ -1,4 +1,4 @@
-"""The contract of a codec."""
+"""Contract checks for a codec."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def check_codec(
 ) -> None:
     """Check a codec's round trips, sizes, budgets and number, and its refusal of malformed messages.
 
-    ``decode`` must return ``decoded``.  For an exact dtype this is the vector itself.  Otherwise finite
-    values must stay finite, nonfinite values nonfinite, and the error must not exceed the vector.
-    Bytes from the network may be anything.  ``decode`` must refuse every truncated message.  For a
-    message with flipped bits, it must raise ``WireFormatError`` or return a valid vector.
+    ``decode`` must return the vector that ``encode`` returned as ``decoded``.  For an exact dtype, this
+    is the encoded vector itself.  Otherwise, finite values must stay finite, nonfinite values nonfinite,
+    and the error must not exceed the vector.  Bytes from the network may be anything.  ``decode`` must
+    refuse every truncated message.  For a message with flipped bits, it must raise ``WireFormatError`` or
+    return a valid vector.
 
     Args:
         codec: the codec to check.
-        contractive: whether the error must not exceed the vector, as error feedback needs.
-        spreading: whether NaN or Inf may make other entries nonfinite; by default they must not.
+        contractive: whether the error must not exceed the vector, as error feedback requires.
+        spreading: whether NaN or Inf may make other entries nonfinite.
 
     Raises:
-        AssertionError: the message names the case and the violated requirement.
+        AssertionError: a check failed; the message names the case and the violated requirement.
 
     Example:
         >>> from sparsync.wire import Coo
@@ -42,7 +43,7 @@ def check_codec(
     number = getattr(codec, "format", None)
     fits = type(number) is int and 1 <= number <= 255
     assert fits, f"{codec!r}: format is {number!r}; choose a number from 128 to 255"
-    # otherwise a message of the other codec would be decoded, not refused
+    # two codecs with one number would decode each other's messages instead of refusing them
     taken = [name for name, row in CODECS.items() if _takes(row, codec)]
     assert not taken, f"{codec!r}: format {number} is that of {', '.join(taken)}; choose another"
     for case in cases():
@@ -51,8 +52,8 @@ def check_codec(
             _check(codec, vector, f"{codec!r}, case '{case.name}', {dtype}", contractive)
     for dtype in _DTYPES:
         _check_extremes(codec, dtype, spreading)
-        # entries are far apart, with many at the end, because the length must not depend on where
-        # they are
+        # use entries that are far apart and many at the end, because a message's length must not depend
+        # on their indices
         indices = torch.cat([torch.tensor([0, 70_000, 140_001]), torch.arange(299_000, 299_997)])
         values = torch.ones(len(indices), dtype=dtype)
         far = SparseVector(indices, values, 300_000)
@@ -64,7 +65,7 @@ def check_codec(
 
 
 def _takes(row: Codec[Any], codec: Codec[Any]) -> bool:
-    """Return whether a row uses the codec's number although neither is a variant of the other."""
+    """Return whether a known codec has the same number, although neither is a variant of the other."""
     alike = isinstance(codec, type(row)) or isinstance(row, type(codec))
     return not alike and getattr(row, "format", None) == codec.format
 
@@ -75,7 +76,7 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
     assert encoded.payload.dtype == torch.uint8, f"{where}: payload is not bytes"
     nbytes = codec.nbytes(vector.nnz, vector.size, dtype)
     assert encoded.payload.numel() == nbytes, f"{where}: nbytes is wrong"
-    # gloo pads messages to their sender's capacity, so the header alone must tell where one ends
+    # gloo pads messages to their sender's capacity, so the header must determine where a message ends
     longer = torch.cat([encoded.payload, torch.zeros(9, dtype=torch.uint8)])
     assert codec.measure(longer).nbytes == nbytes, f"{where}: measure is wrong"
     decoded = codec.decode(encoded.payload, vector.size)
@@ -98,10 +99,10 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
 
 
 def _check_flips(codec: Codec[SparseVector], vector: SparseVector, where: str) -> None:
-    """Check that a message with a flipped bit is refused, or has valid indices."""
+    """Check that a message with a flipped bit is refused, or decoded to valid indices."""
     good = codec.encode(vector).payload
     length = good.numel()
-    # the whole header, the bytes after it, and some of the rest
+    # flip bits in the whole header, in the bytes after it, and in some of the remaining bytes
     for at in sorted(
         {*range(min(length, 20)), *range(20, length, max(1, length // 8)), length - 1}
     ):
@@ -120,7 +121,7 @@ def _check_flips(codec: Codec[SparseVector], vector: SparseVector, where: str) -
 
 
 def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: bool) -> None:
-    """Check that NaN and Inf arrive at their own indices; ranks refuse a step because of them."""
+    """Check that NaN and Inf arrive at their own indices, so that all ranks refuse the step."""
     most = torch.finfo(dtype).max
     values = torch.tensor(
         [most, 1.0, float("inf"), -most, float("nan"), -float("inf"), 2.0], dtype=torch.float64

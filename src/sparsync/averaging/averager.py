@@ -92,8 +92,8 @@ class Averager(Stateful):
         averager.finish()                        # all replicas are equal
 
     Every scheme takes these arguments, and its own options by name.  WAGMA-SGD (section 2, Table I)
-    classifies schemes by five questions.  The answer to the first is the same for all schemes in this
-    library: they are decentralized.  ``averaged``, ``staleness``, ``global_period`` and
+    classifies schemes by five questions, Q1 to Q5.  The answer to one of them is the same for all schemes
+    in this library: they are decentralized.  ``averaged``, ``staleness``, ``global_period`` and
     ``effective_group_size`` answer the other four.
 
     Args:
@@ -110,8 +110,8 @@ class Averager(Stateful):
         optimizer: the optimizer to whose state ``moments`` applies.
         moments: what happens to tensors in the optimizer's state that have their parameter's shape.  With
             "local", each rank keeps its own, even after ``finish``; with "average", they are averaged
-            with the parameters; "reset" drops the whole state whenever an average is taken.  Step counts
-            are never sent.
+            with the parameters; with "reset", the whole state is dropped whenever an average is taken.
+            Step counts are never sent.
         nonfinite: what to do about NaN or Inf in a rank's parameters, averaged buffers or averaged
             moments: "raise" an error on that rank, which names the tensor, or let them "spread" to
             other ranks.
@@ -329,7 +329,7 @@ class Averager(Stateful):
         self._begin_again()
 
     def check(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Check a saved state as far as this rank alone can, and return its content."""
+        """Check a saved state without asking other ranks, and return its content."""
         content = opened(state, "averager")
         self._check_left_out(content.get("left_out"))
         # Check scheme and rank before the other fields, so that the state of another scheme is refused
@@ -341,7 +341,7 @@ class Averager(Stateful):
         return content
 
     def _check_left_out(self, saved: Any) -> None:
-        """Refuse the state of a run that averages other buffers, and name one of them."""
+        """Refuse the state of a run that averages a different set of buffers, and name one of them."""
         here = self._place().get("left_out", [])
         other = set(here) ^ set(saved or []) if fits(saved, Sequence[str]) else set()
         for name in sorted(other):
@@ -409,7 +409,7 @@ class Averager(Stateful):
         return binding
 
     def _begin_again(self) -> None:
-        """After a state was loaded, let the next step begin again, with the weights of that time."""
+        """After a state was loaded, let the next step begin anew, with the model as it is then."""
         self._begun = self._overwritten = False
         # a state saved before the first step does not allow models to differ, so they are still compared
         if self._binding is not None and self.steps:
@@ -488,9 +488,10 @@ class LocalSgd(Averager):
 
 
 class Companion(Actor):
-    """Answers other ranks in the background of a rank; its answers to its own rank carry its statistics.
+    """Works for a rank in the background: it answers other ranks, and its own rank's calls.
 
-    Statistics are the traffic of its messages and its ``Participation`` in averages.
+    With every answer, its own rank also gets the statistics since the last one: the traffic of messages,
+    and the ``Participation`` in averages.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ def averaged_buffers(model: nn.Module) -> list[str]:
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
-    """Return an optimizer's state for each parameter, if need be as a first step would create it.
+    """Return an optimizer's state for each parameter, or the state that a first step would create.
 
     For torch's own optimizers, a trial step on tensors without memory shows this state at no cost.  Other
     optimizers are not tried, because their step may do anything, even exchange messages.  For those, only
@@ -192,7 +192,7 @@ class Binding:
     def reread(
         self, module: nn.Module, places: Mapping[str, tuple[str, slice | None]]
     ) -> dict[str, Tensor]:
-        """Return a module's own tensors in the vector; before averaging begins, update ``initial``."""
+        """Return a module's own tensors that are in the vector; before averaging, update ``initial``."""
         tensors = {}
         for own, (name, place) in places.items():
             tensor: Tensor | None = getattr(module, own, None)
@@ -301,7 +301,7 @@ class Binding:
 
     @torch.no_grad()
     async def settle(self, comm: Communicator) -> None:
-        """Make the tensors outside the vector equal on all ranks; those that are stay untouched.
+        """Make the tensors outside the vector equal on all ranks; do not touch tensors that already are.
 
         Floating-point tensors become their mean over the ranks, and must be finite unless they are in
         ``left_out`` or ``nonfinite`` is "spread".  Other tensors take the value of ``comm``'s first rank.

@@ -195,8 +195,8 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
 def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[str, Any]]:
     """Return the position of old rank r modulo P in ``states``, and new rank r's content.
 
-    The content has the shared weights and this rank's part of the undelivered mass.  Moments and step
-    counts come from old rank r modulo P.  Exchanges in flight are applied first.  If an exchange was
+    The content includes the shared weights and this rank's part of the undelivered mass.  Moments and
+    step counts come from old rank r modulo P.  Exchanges in flight are applied first.  If an exchange was
     refused, or would be refused because a rank's weights are broken, all ranks drop their local steps
     since the last exchange, and broken moments.
     """

@@ -427,7 +427,7 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's current state, its saved state, valid on all ranks, and the additions to it."""
+    """Return this rank's current state, its saved state, which all ranks have checked, and additions."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 

@@ -40,7 +40,7 @@ class AutoState:
         (1, (10.0, None))
     """
 
-    choice: int = -1  # number of the candidate in use; -1 before the first step
+    choice: int = -1  # index of the candidate in use; -1 before the first step
     # k and the number of ranks for which the choice was planned; () before the first step
     planned: tuple[int, ...] = ()
     streak: int = 0  # consecutive comparisons that favoured another candidate

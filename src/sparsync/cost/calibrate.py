@@ -1,4 +1,4 @@
-"""Measures the times of a group's links and ranks, on the group itself.
+"""Measures how fast a group's links and ranks are, by exercising the group itself.
 
 All ranks work at the same time, so if there are more ranks than cores, they are as slow as in training.
 """
@@ -41,13 +41,13 @@ _REGIONS = 4  # number of regions of the vector, and of messages merged at once
 # number of batches per kind of work, and the least number if time is short; one more is a warm-up
 _BATCHES, _AT_LEAST = 8, 3
 _SETTLED = 12  # steps until the selector's threshold has adapted to a residual that starts at zero
-_REHEARSAL = 0.2  # fraction of the time for whole exchanges
+_REHEARSAL = 0.2  # fraction of the time that is spent on whole exchanges
 _REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns account for nearly all of its cost
 _LEAST, _MOST = 8, 50  # number of rehearsed exchanges
 # seconds between the last rank's arrival and the start; 8 ranks on 2 cores agree in a tenth of this
 _AHEAD = 0.03
 _FAR = 1e-3  # if a message is in flight for fewer seconds, most of its latency is work at both ends
-# factor by which the rehearsal's vectors are smaller than those of ``_Work``, so that turns dominate
+# factor by which the rehearsal's vectors are smaller than ``_Work``'s, so that turns dominate
 _SMALLER = 4
 
 
@@ -56,7 +56,7 @@ class Calibration:
     """A measured machine, with an interval for each of its numbers; bit-identical on all ranks."""
 
     machine: Machine
-    intervals: dict[str, Interval]  # at 95 %; a single rank has no alpha and beta
+    intervals: dict[str, Interval]  # 95 % intervals; a single rank has none for alpha and beta
     links: tuple[Link, ...] = ()  # every measured direction between two ranks
     clocks: tuple[Clock, ...] = (Clock(),)  # every rank's clock relative to rank 0's clock
     sizes: tuple[int, ...] = ()  # bytes of the messages that were sent

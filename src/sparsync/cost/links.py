@@ -1,4 +1,4 @@
-"""Times messages over every link of a group as collectives use it: all at once, in both directions.
+"""Times messages over a group's links as collectives use them: all at once, in both directions.
 
 In a round, every rank r sends to rank r + ``shift`` and receives from rank r - ``shift``.  Rounds with
 the same shift follow each other without a barrier, like the phases of a collective.
@@ -34,7 +34,8 @@ _PHASE = "calibrate"
 _CONTROL = Raw("control")
 _SHORTEST = 1e-12  # seconds, added to every time because ratios to zero are undefined
 _SMALLEST, _FACTOR = 256, 4  # bytes of the first messages; ratio of consecutive sizes
-# rounds that count per visit, i.e. per series of messages of one size, and shift; one more precedes them
+# A visit to a size sends messages of this size in this many counted rounds per shift, after an uncounted
+# one.
 _ROUNDS = 4
 _PINGS = 8  # round trips per rank to compare its clock
 _SHARE = 0.25  # fraction of the remaining time that the first visit to a size may take
@@ -44,7 +45,7 @@ Interval = tuple[float, float]
 """Lowest and highest value compatible with the measurement."""
 
 Measured = tuple[float, Interval]
-"""A number, and its interval at 95 %."""
+"""A number, and its 95 % interval."""
 
 
 # ---- fits: pure functions of floats, so ranks with the same input get the same result ---------------
@@ -192,7 +193,7 @@ async def measure_links(
 
 
 class _Survey:
-    """A measurement on one rank; all ranks make the same decisions in it."""
+    """One rank's part of the measurement, in which all ranks make the same decisions."""
 
     def __init__(self, comm: Communicator, seconds: float, most_shifts: int) -> None:
         self.comm, self.seconds = comm, seconds
@@ -287,5 +288,5 @@ def _numbers(values: list[float]) -> Tensor:
 
 
 def _paces(times: Tensor) -> Tensor:
-    """Return `[shifts * rounds]` times from one round's end to the next: medians over ranks."""
+    """Return `[shifts * rounds]` times between the ends of consecutive rounds, as medians over ranks."""
     return times[..., 2].diff(dim=2).quantile(0.5, dim=0).flatten()

@@ -1,7 +1,7 @@
 """Predicts how much memory a rank needs for training, and how much ``attach`` adds.
 
 Training needs memory for the weights, the gradients, DDP's buckets, and the optimizer's state.
-``attach`` adds, depending on the values that are exchanged::
+``attach`` adds, depending on whether gradients or updates are exchanged::
 
     gradients   the residual, n words, and 12 bytes for each of k entries
     updates     the shared weights and the residual, n words each, and an exchange's messages: bits

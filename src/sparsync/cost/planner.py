@@ -1,4 +1,4 @@
-"""Predicts the time of a step's exchange for each collective, the fastest one, and where dense wins.
+"""Predicts a step's exchange time for each collective, which one is fastest, and where dense wins.
 
     seconds   = selection + exchange - hidden
     selection = n select + (entries of the total) decode
@@ -70,7 +70,7 @@ BACKWARD = 2 / 3
 # set by hand to match steps of a GPT with 8.4 M parameters in the lab (benchmarks/time_to_loss.md).
 STEP_PASSES, EXCHANGE_PASSES = 8, 8
 _NEARLY = 0.9  # fraction of the largest number of entries that fits a budget
-_SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is searched
+_SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second; break-even is searched between these bandwidths
 _PER_DECADE, _HALVINGS = (
     4,
     40,
@@ -214,7 +214,7 @@ def plan(
             once.
 
     Raises:
-        ConfigurationError: a number or name is bad, or no collective fits the budget.
+        ConfigurationError: a number or name is invalid, or no collective fits the budget.
 
     Example:
         >>> from sparsync.collectives import Budgeted

@@ -38,8 +38,9 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
             optimizers that have parameters of the model, and ``scaler`` is the accelerator's scaler.
 
     Returns:
-        The handle of ``sparsync.attach``.  From now on ``accelerator.save_state(folder)`` writes this
-        rank's state to ``folder/sparsync``, and ``load_state(folder)`` reads it, until ``close()``.
+        The handle that ``sparsync.attach`` returned.  Until its ``close()``,
+        ``accelerator.save_state(folder)`` also writes this rank's state to ``folder/sparsync``, and
+        ``load_state(folder)`` reads it.
 
     Raises:
         ConfigurationError: the model was not prepared, Accelerate runs a single process, or

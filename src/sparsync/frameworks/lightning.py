@@ -72,7 +72,7 @@ class SparsyncCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped module, after all states were restored and before any gradient."""
         self._follow(trainer)
-        # refuse now, and not at the first checkpoint, a folder to which ranks cannot write
+        # refuse a folder outside the file system now, rather than at the first checkpoint
         for checkpoints in trainer.checkpoint_callbacks:
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'

@@ -17,7 +17,7 @@ __all__ = ["check_selector"]
 def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
     """Check a selector's order, values, zeros, NaN and saved state.
 
-    With ``exact``, the selector must select exactly ``min(k, nnz)`` entries when a period opens.
+    With ``exact``, the selector must select exactly ``min(k, nnz)`` entries at the start of a period.
 
     Example:
         >>> from sparsync.selection import Exact

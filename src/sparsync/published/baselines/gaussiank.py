@@ -29,10 +29,11 @@ class GaussianK(Selector):
 
     Args:
         enough: fraction of k that must be exceeded (Ok-Topk, section 5.4: "more than 3k/4").
-        scaling: factor on the threshold per trial.  Ok-Topk only says "gradually".  The default is 0.9:
-            under error feedback, about 5 times as many entries reach a threshold that is 10 % lower.
-        trials: maximum number of passes over the elements; after 32 factors of 0.9, 3 % of the threshold
-            remain.
+        scaling: factor by which each trial multiplies the threshold.  Ok-Topk only says "gradually".  The
+            default is 0.9, because under error feedback, about 5 times as many entries reach a threshold
+            that is 10 % lower.
+        trials: maximum number of passes over the elements; with 32 factors of 0.9, the last threshold is
+            3 % of the first.
 
     Cost: mean and deviation of n elements, and n comparisons per trial.   State: none.
     Differs from the paper: the number of trials is bounded.  The absolute value of the mean is used, so

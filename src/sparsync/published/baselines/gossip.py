@@ -1,4 +1,4 @@
-"""Gossip schemes average with few ranks, after each step (D-PSGD, SGP) or in background (AD-PSGD)."""
+"""Gossip schemes: averages with a few ranks after each step, or in the background (AD-PSGD)."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Ring(Graph):
 
 @final
 class Exponential(Graph):
-    """The directed exponential graph, with hops of 1, 2, 4, ... ranks; each step uses ``count`` of them.
+    """The directed exponential graph: hops of 1, 2, 4, ... ranks, of which each step uses the next few.
 
-    The next step uses the next hops.  After any ceil(log2 P) steps, information from every rank has
-    reached all others.  If ``count`` is 1 and P is a power of two, all ranks then hold exactly the mean.
+    After any ceil(log2 P) steps, information from every rank has reached all others.  If ``count``, the
+    number of hops per step, is 1 and P is a power of two, all ranks then hold exactly the mean.
 
     Example:
         >>> [Exponential().neighbours(0, 8, step) for step in range(4)], Exponential(2).sources(0, 8, 0)
@@ -90,7 +90,7 @@ class Exponential(Graph):
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message``, `[m]`, to the neighbours; return all received and this one, in rank order."""
+    """Send ``message``, `[m]`, to the neighbours; return it and the received ones, in rank order."""
     payload = bytes_of(message)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
@@ -153,10 +153,10 @@ class SgpState:
 
 @final
 class Sgp(Averager):
-    """Sends its neighbours equal shares of a numerator x and a weight w; the model is z = x / w.
+    """Stochastic Gradient Push: ranks push shares of a numerator x and a weight w; the model is x / w.
 
-    Updates are added to x without a factor: after an update, ``x = w z + (model - z)``.  So the mean over
-    the ranks changes by the mean of their updates, whatever the weights are.
+    Updates of the model ``z = x / w`` are added to x without a factor: ``x = w z + (model - z)``.  So the
+    mean over the ranks changes by the mean of their updates, whatever the weights are.
 
     Args:
         neighbours: number of ranks to which a rank sends per step, on the directed exponential graph.
@@ -232,8 +232,8 @@ class AdPsgd(Accompanied):
     After each local step, a rank continues with the model that its agent holds at that time.  The agent
     asks a random partner's agent for an average, unless its previous request is still pending.
 
-    Cost: per step, a rank requests at most one exchange of n elements and, on average, answers one at
-    most; memory: 3 n.   State: the last model taken from the agent.
+    Cost: per step, a rank requests at most one exchange of n elements and answers as many on average;
+    memory: 3 n.   State: the last model taken from the agent.
     Differs from the paper: any rank may ask any other, because agents answer immediately and cannot
     deadlock; the graph need not be bipartite.  Exchanges start once per step, not as often as possible.
 
@@ -271,8 +271,8 @@ class AdPsgd(Accompanied):
         await self._take(vector, step, ask=False)
         agent = self._agent
         await self._ask(step, agent.rest)
-        # After the barrier, no request is pending anywhere.  If an exchange were in flight, the mean
-        # would contain only one rank's half of it.
+        # After the barrier, no request is pending anywhere.  An exchange in flight would have changed
+        # only one of its two models, so the mean of all models would be wrong.
         await comm.barrier()
         self.memory["taken"] = final = await mean(comm, agent.model)
         self._host.call(lambda: setattr(agent, "model", final))

@@ -97,7 +97,7 @@ class OkTopk(Collective):
         cap: at most ``cap * k`` entries are sent, locally and globally; None sets no limit.
         buckets: number of buckets of messages in the split; one is reduced while the next is in flight
             (section 3.1.1, which gives no number).  With 1, there is no bucketing.
-        rotate: whether every rank starts with another destination (Figure 2b).
+        rotate: whether every rank begins with a different destination (Figure 2b).
         balanced_split: with False, regions have equal widths (the "naive reduce" of Figure 7a).
         balance: with False, entries are never balanced before the allgatherv (Figure 7b).
         balance_trigger: balance if the largest count exceeds this multiple of the mean (section 5.3:
@@ -208,7 +208,7 @@ class OkTopk(Collective):
         return cost + Cost(0, 0, encoded=encoded, decoded=decoded, turns=turns)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return ``bound_words`` with a cap; Equation 3, which ignores exact steps, if as published."""
+        """Return ``bound_words`` if capped, or Equation 3, which ignores exact steps, if as published."""
         if self.global_threshold == "allgather":
             return equation_3(job.k, job.world_size).words
         if self.cap == 1:
@@ -429,10 +429,9 @@ def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
     assumption that a rank owns 1 / P of the entries that it selected (it may have to send all k).
 
     The bound holds if supports do not change from one step to the next (the paper: for 64 steps).
-    Headers and histograms have no separate term.  If ``k / P >= 256``, the bound leaves room for them,
-    with one
-    exception: if P = 2, supports are disjoint and one rank's values dominate, the entries alone take all
-    4 k words.
+    Headers and histograms have no separate term.  If ``k / P >= 256``, the bound leaves room for them.
+    Only if P = 2, supports are disjoint and one rank's values dominate, the entries alone take all 4 k
+    words.
 
     Example:
         >>> [bound_words(1000, 4, exchangeable=e) for e in (True, False)]

@@ -111,11 +111,11 @@ async def quantiles(
         ranks_of: returns the wanted 0-based positions, in ascending order, given the total number of
             keys.
         stop: all keys are smaller than this.
-        bins: words of the first histogram; later ones take 64 per bracket that is divided again.
+        bins: number of bins of the first histogram; later ones have 64 per bracket that is divided again.
         tolerance: given the total, returns how many keys a bracket may hold before it is divided again.
         start_at: the range to search first, ``(low, high)``; by default, all keys.
-        count_limit: an upper bound of the total, the same on all ranks; from this follows whether a bin
-            has 4 or 8 bytes.
+        count_limit: an upper bound of the total, the same on all ranks; it determines whether a bin has 4
+            or 8 bytes.
         phase: the phase under which the ledger counts the bytes.
 
     Returns:
@@ -262,7 +262,7 @@ def schedule(rank: int, world_size: int, *, rotate: bool) -> Iterator[tuple[int,
 
 
 class Share(NamedTuple):
-    """The sum over ranks of one rank's region, relative to its start, and the number of summands."""
+    """The sum of one rank's region, with indices relative to its start, and the number of summands."""
 
     region: SparseVector
     load: int
@@ -290,7 +290,7 @@ async def split_reduce(
         boundaries: P + 1 ascending cuts of ``[0, size)``; rank r owns ``[b[r], b[r + 1])``.
         writer: writes this rank's messages.
         most: the largest number of entries that any rank may have selected.
-        buckets: the maximum number of buckets of turns; 1: all shares are reduced at the end.
+        buckets: the maximum number of buckets of turns; with 1, all shares are reduced at the end.
         rotate: as for ``schedule``.
 
     Cost: P - 1 messages; at most 2 ``most`` words sent; two buckets in flight.

@@ -17,7 +17,7 @@ from sparsync.sparse import SparseVector
 __all__ = ["Reused", "ReusedState"]
 
 _BAND = 0.11  # fraction of k; the paper's average deviation stays below it (section 5.2)
-_MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects: down to 84 % of it
+_MARGIN = 1 / 4  # octaves; "auto" collects entries down to this far below the threshold, 84 % of it
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class RecursiveDoubling(StreamCollective):
         cap: as for ``StreamCollective``.
 
     Cost: log2 P messages, and two more if P is not a power of two.  The time T satisfies
-    ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``; the bounds are
-    reached if all supports are equal and if all are disjoint.   State: none.
+    ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``.  The lower bound
+    is reached if all supports are equal, the upper one if all are disjoint.   State: none.
     Differs from the paper: results are reproducible, because merges follow rank order; P may be any
     number, as sketched in its appendix A; partial results may turn dense, as only DSAR's do in the paper.
 
@@ -131,7 +131,7 @@ class RecursiveDoubling(StreamCollective):
         position = comm.rank // 2 if paired else comm.rank - extra
         span = 1
         while span < core:
-            first = position // span * span  # of this rank's group, as positions
+            first = position // span * span  # the first position of this rank's group
             partner_first = first ^ span
             partner, lowest = first_rank(position ^ span), first_rank(first)
             # All ranks of the group encode the same partial result with the same random numbers, so all
@@ -163,7 +163,7 @@ class RecursiveDoubling(StreamCollective):
 
 @final
 class Dynamic(StreamCollective):
-    """DSAR_Split_allgather, which has half the volume for large results that may become dense.
+    """DSAR_Split_allgather: for results that may become dense, half the volume of a dense allreduce.
 
     Every rank sends the entries of each of P even regions to the region's owner, who folds them; an
     allgather follows.  A region is sent sparse if its reduced entries are within the codec's limit, and
@@ -380,7 +380,8 @@ class Ring(StreamCollective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 (P - 1)`` messages to the next rank: partial sums of regions, then sums.
 
-        Dense: ``2 n (P - 1) / P`` words (section 8.1).  Otherwise, a block is dense if that is shorter.
+        The dense ring takes ``2 n (P - 1) / P`` words (section 8.1).  In the sparse ring, a block is sent
+        dense if that is shorter.
 
         Example:
             >>> Ring(dense=True).cost(Job(8_000, 8_000, 8)).words  # 14 blocks of 1000 words, headers

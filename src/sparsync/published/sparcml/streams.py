@@ -266,7 +266,7 @@ class Call:
         return DenseVector(torch.cat([self.densify(r).values for r in regions]))
 
     def reduced(self, total: Vector) -> Reduced:
-        """Return the result: the total, and what this rank delivered: its share less rounding errors.
+        """Return the total, and this rank's delivered entries: its share less its rounding errors.
 
         If no rank keeps rounding errors, the whole share counts as delivered and the errors as lost.  The
         caller may scale the total in place, so the total shares no memory with ``delivered``.

@@ -366,7 +366,7 @@ class Agent(Companion):
                 raise self._apart(header.version, header.number)
 
     def _check_passed(self, version: int, arriving: int = -1) -> None:
-        """Fail on all ranks if a rank is in a ``finish`` that this rank has passed without ending it."""
+        """Fail on all ranks if a rank is in a ``finish`` that this rank passed without concluding it."""
         under_way = self.version if self._attempt is not None else -1
         newest = max(arriving, self._arrived, self._last.version, under_way)
         # only if all ranks have always been present (view 0): a rank that was left out may be in a call

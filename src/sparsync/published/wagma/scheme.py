@@ -173,7 +173,7 @@ class Wagma(Accompanied):
 
     @property
     def global_period(self) -> int | None:
-        """The period tau."""
+        """Tau, the number of steps between global averages."""
         return self.sync_period
 
     def effective_group_size(self, world_size: int) -> int:

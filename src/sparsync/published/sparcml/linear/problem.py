@@ -207,7 +207,7 @@ class AdaptiveWeights(Weights):
     have a closed form: with ``a = 1 - rate l2``, ``soft(a^m w, rate l1 (1 + a + ... + a^(m - 1)))``.
 
     Attributes:
-        length: length of a row of features: the root mean square over all rows.
+        length: the length of a row of features, as the root mean square over all rows.
 
     Cost: O(nnz) per step; memory for 2 n weights, and 8 n bytes more with a penalty.
 

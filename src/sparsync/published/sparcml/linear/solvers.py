@@ -157,7 +157,7 @@ _FACTS = ("options of the exchange", "batch_size", "staleness", "schedule", "coo
 
 
 class Solver(ABC):
-    """Trains a linear model on the rows of all ranks; every rank must make every call.
+    """Trains a linear model on the rows of all ranks; all ranks must call the same methods.
 
     Args:
         comm: the group.
@@ -230,7 +230,7 @@ class Solver(ABC):
 
     @abstractmethod
     async def epoch(self, epoch: int, advance: Callable[[int], None] = lambda steps: None) -> None:
-        """Run a 0-based epoch; call ``advance`` with the number of steps after every step."""
+        """Run a 0-based epoch; after every step, call ``advance`` with the epoch's number of steps."""
 
     @abstractmethod
     def _whole_pass(self) -> int:
@@ -304,9 +304,9 @@ class Sgd(Solver):
     Cost: per step, one exchange of the gradient's entries, and a time of O(entries of the batch + n).
     State: weights, step.
     Differs from the paper: there is an intercept, which is not penalised.  AdaGrad's rates are the
-    default:  the paper names no schedule, and on trigrams, a constant rate reaches 81 % in five epochs
-    while AdaGrad reaches SCD's 96 % (``docs/linear.md``).  Asynchronous steps have a fixed delay, which
-    makes runs reproducible (the paper does not state its delay).
+    default, because the paper names no schedule, and on trigrams, a constant rate reaches 81 % in five
+    epochs while AdaGrad reaches SCD's 96 % (``docs/linear.md``).  Asynchronous steps have a fixed delay,
+    which makes runs reproducible (the paper does not state its delay).
 
     References: Renggli et al., SparCML, SC 2019, sections 7 and 8.2 (batches of 1,000 per rank).
     """

@@ -38,9 +38,9 @@ def trigram_shard(
 
     The data set has the shape of URL and Webspam (millions of columns, a few hundred entries per row),
     but needs no download.  A sample consists of consecutive lines from one file; its label depends on
-    the package.  A trigram that occurs c times among the n trigrams of its sample has the entry sqrt(c /
-    n), so rows have length 1.  Consecutive whitespace counts as one blank.  Rows are in random order,
-    the same on every rank, so shards have similar distributions.
+    the package.  If a trigram occurs c times among the n trigrams of its sample, its entry is
+    sqrt(c / n), so rows have length 1.  Consecutive whitespace counts as one blank.  Rows are in random
+    order, the same on every rank, so shards have similar distributions.
 
     Args:
         dimensions: number of columns into which trigrams are hashed.

@@ -41,15 +41,15 @@ _ADAPTIVE = tuple(
     if hasattr(torch.optim, name)  # older versions of torch have no Adafactor
 )
 
-# Up to this density, RedSync's momentum correction is recommended. Above it an entry waits for fewer
-# than ten steps, and masking would reset its velocity as often.
+# RedSync's momentum correction is recommended up to this density. Above it, an entry waits for fewer
+# than ten steps on average, and momentum factor masking resets its velocity each time it is sent.
 _LATE = 0.1
 
 
 def _naming_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Refuse unknown keywords with a list of the known ones, and say where an option belongs.
+    """Decorate ``attach`` to refuse unknown keywords with an error that says where an option belongs.
 
-    This is a decorator, not ``**kwargs``, so the signature survives and type checkers still reject
+    A decorator keeps the signature, which ``**kwargs`` would hide, so type checkers still reject
     unknown keywords.
     """
     known = parameters_of(function)
@@ -82,44 +82,47 @@ def attach(
 ) -> Handle:
     """Compress the exchange between replicas of a model; the training loop stays as it is.
 
-    One of two things is exchanged.  **Gradients** are exchanged sparsely on every step; this suits SGD,
-    whose steps are linear in the gradient.  **Updates**, the changes made by the optimizer, are exchanged
-    in a few bits per element after every few local steps; this suits AdamW, Muon and every other
-    optimizer whose moments sparse gradients would distort (``docs/optimizers.md``).
+    The replicas exchange gradients or updates.  **Gradients** are exchanged sparsely on every step; this
+    suits SGD, whose steps are linear in the gradient.  **Updates**, the changes that the optimizer makes
+    to the weights, are exchanged in a few bits per element after every few local steps.  This suits
+    AdamW, Muon and every other optimizer whose moments sparse gradients would distort
+    (``docs/optimizers.md``).
 
     Args:
         model: a ``DistributedDataParallel`` module without a communication hook, compiled or not.  With
             ``replicate``, any other module: FSDP2, a pipeline stage, tensor-parallel, plain
             (``docs/fsdp.md``).  Updates also work with a plain module that is equal on all ranks.
-        optimizer: the optimizer of the model, or a list of all of them.  The steps of the last one are
-            counted as local steps.
+        optimizer: the optimizer of the model, or a list of all its optimizers.  Steps of the last one
+            count as local steps.
         algorithm: for gradients, the name of a preset in any spelling ("budgeted", the default, "auto",
             "Ok-Topk", ...), or an ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", cap=None)``.
-            For updates, the name of a member of the family ("diloco", "sparseloco", ...), an
-            ``OuterStep``, or an algorithm for ``OuterStep`` to exchange with.  None sends 2 bits on
-            every second step; below a million parameters it sends up to 8 bits on every step
+            For updates, the name of a published method ("diloco", "sparseloco", ...), an ``OuterStep``,
+            or an algorithm for ``OuterStep`` to exchange with.  For updates, None sends 2 bits per
+            element on every second step, after a warm-up of 200 steps, the first 100 of which all
+            exchange.  Below a million parameters, it sends up to 8 bits on every step
             (``default_bits``).  With DDP, "auto" measures the group and chooses dense gradients if they
             take fewer seconds per step, or hardly more.  It does not know how many steps either
             exchange needs to reach a given loss.
-        density: fraction k / n of every unit that is exchanged, in (0, 1], if entries are selected.
-            None means 1 %, and more below a million parameters: up to 100 % at 46,000
-            (``default_density``).  The first rank of the group reports the choice once.
-        exchange: "gradients", "updates", or "auto", which takes updates if an optimizer other than SGD
-            is given, or an ``algorithm`` that only exchanges updates.  The group's first rank reports
+        density: fraction k / n of every unit's entries that is exchanged, in (0, 1], if the algorithm
+            selects entries.  None means 1 %, and more below a million parameters: up to 100 % at 46,000
+            (``default_density``).  The group's first rank reports the choice once.
+        exchange: "gradients", "updates", or "auto", which exchanges updates if an optimizer other than
+            SGD is given, or an ``algorithm`` that only exchanges updates.  The group's first rank reports
             once what is exchanged and why, and how the optimizer's steps are treated.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or a process group.
         elastic: a ``torchft.Manager`` whose ``pg`` is a ``sparsync.elastic.ElasticGroup``: ranks may join
             and leave (``docs/elastic.md``).  The model must be a plain module.
-        compression: units, dense parameters, warm-up, pipelines (``Compression``).
-        transport: the carrier of messages, time limits, nodes (``Transport``).
-        monitoring: NaN and Inf, GradScaler, sentinel, logs (``Monitoring``).
+        compression: settings of units, dense parameters, warm-up and pipelines (``Compression``).
+        transport: how messages travel, time limits, and nodes (``Transport``).
+        monitoring: settings for NaN and Inf, GradScaler, sentinel and logs (``Monitoring``).
 
     Returns:
         A handle with ``stats()``, ``state_dict()``, ``load_state_dict()``, ``no_sync()``, ``step()`` (for
-        pipelines, and for updates without an optimizer) and ``close()``.  As a context manager it closes
-        itself.  A handle of updates also has ``shared()`` and ``finish()`` (``UpdateSync``).
+        pipelines, and for updates without an optimizer) and ``close()``.  As a context manager, the
+        handle closes itself.  A handle that exchanges updates also has ``shared()`` and ``finish()``
+        (``UpdateSync``).
 
     Raises:
         ConfigurationError: there is neither DDP nor ``replicate``; the model contains a DDP module, or
@@ -133,14 +136,16 @@ def attach(
     With ``SPARSYNC_DISABLE=1`` in the environment of all ranks, nothing is attached: DDP exchanges whole
     gradients, rank 0 says so, and the handle's methods do nothing (``docs/lab.md``).
 
-    If there is only one replica, every exchange applies everything, because nobody would receive a
-    selection; ``attach`` says so.
+    With only one replica, nothing is selected or rounded, because there is nobody to send to;
+    ``attach`` says so.
 
-    Cost: one thread and one gloo process group, plus the sockets of zmq.  Memory: n elements for the
+    Cost: one thread, one gloo process group, and zmq's sockets.  Memory for gradients: n elements for the
     residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); dense steps take 2 n more.
-    Updates take 2 n, and 3 n / ``fragments`` for an exchange.
+    Memory for updates: 2 n elements, for the shared weights and the residual, and the messages of an
+    exchange, 0.2 n at the default's 2 bits.  ``OuterStep`` says which settings take more;
+    ``benchmarks/memory_gpt.md`` has measurements.
     """
-    # local imports keep the engines out of ``import sparsync``
+    # these imports are local, so that ``import sparsync`` does not load the engines
     from sparsync.accepted_optimizers import (
         check_stepped,
         check_steps_some,
@@ -161,11 +166,11 @@ def attach(
             raise ConfigurationError(
                 f"{kind.__name__.lower()} is {option!r}; give a sparsync.{kind.__name__}(...)"
             )
-    # torch.compile(ddp) wraps the module; the hooks and parameters belong to the DDP module inside
+    # torch.compile(ddp) returns a wrapper; hooks and parameters belong to the DDP module inside it
     if isinstance(inner := getattr(model, "_orig_mod", None), DistributedDataParallel):
         model = inner
-    # These checks precede the first message: each rank finds these errors alone, while no peer
-    # waits.
+    # These checks come before the first message: a rank that fails one of them raises alone, while
+    # no peer waits for it yet.
     require(
         isinstance(model, nn.Module),
         f"attach was given {type(model).__name__} as the model; call attach(model, optimizer), with a "
@@ -205,7 +210,7 @@ def attach(
         return leave_dense(model, optimizers, plain, elsewhere=elsewhere)
     decided = ""
     # "auto" compares updates with dense gradients only if no argument has decided between them, and only
-    # for DDP on whole replicas, where elastic, replicate and hierarchy are all None
+    # if each rank holds a whole replica in DDP: elastic, replicate and hierarchy are then all None
     if why and algorithm == "auto" and elastic is replicate is carried.hierarchy is None:
         algorithm = None
         if isinstance(model, DistributedDataParallel):
@@ -260,8 +265,8 @@ def attach(
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
     if density is None:
-        # This serves only the warnings below; the density is chosen later, by the size of a whole
-        # replica.
+        # Only the warnings below use this estimate. The density itself is chosen later, when the
+        # size of a whole replica is known.
         likely = default_density(sum(p.numel() for p in model.parameters() if p.requires_grad))
     else:
         likely = density = check_density(density)
@@ -307,8 +312,8 @@ def _named(algorithm: str) -> str:
     from sparsync.tables import unknown
     from sparsync.updates import OUTER_SETTINGS
 
-    # outer-step methods are looked up first, because the tables import every paper's module to
-    # resolve a name that they do not know
+    # outer-step methods come first, because the tables import every paper's module when they are
+    # asked for a name that they do not know
     if algorithm in OUTER_SETTINGS:
         return algorithm
     if algorithm in PRESETS:
@@ -398,8 +403,8 @@ def _chosen(
         return exchange, ""
     if for_updates:
         return "updates", ""
-    # For SGD, a sparse average is only a delayed average. Moments are not linear in the gradient,
-    # so sparse averages distort them. The class decides, not the name, because subclasses of SGD
+    # With SGD, sparse averaging only delays entries. Second moments are not linear in the gradient,
+    # so sparse averages distort them. The class is tested, not its name, because subclasses of SGD
     # also step in proportion to the gradient.
     others = [one for one in optimizers if not isinstance(one, torch.optim.SGD)]
     if needs or not others:
@@ -418,8 +423,8 @@ def check_optimizer(
 ) -> None:
     """Refuse an optimizer that would apply the correction's momentum or decay a second time.
 
-    With ``sparse`` (only some gradient entries are exchanged), warn about adaptive optimizers, which
-    then converge worse.
+    With ``sparse``, i.e. if only some gradient entries are exchanged, warn about adaptive optimizers,
+    because they then converge worse.
     """
     if optimizer is None:
         return

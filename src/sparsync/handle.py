@@ -31,9 +31,9 @@ __all__ = ["CommHook", "Handle", "Hook", "Presence", "call_after_backward", "mak
 
 
 class Presence:
-    """Presence of a rank in the job: from the first step to the last.
+    """The presence of a rank that takes part in all steps of a training.
 
-    With ``elastic=``, ``Membership`` takes its place.
+    With ``elastic=``, ``Membership`` takes its place, with which ranks join and leave.
     """
 
     @property
@@ -57,27 +57,28 @@ class Presence:
 
 
 class Handle(ABC):
-    """Owns the state, the thread and the groups of one model; as a context manager, it closes itself.
+    """Owns the state, the thread and the process groups of one attached model.
 
-    ``GradientSync`` and ``UpdateSync`` are the two kinds: they decide what is exchanged, and when.
-    Everything else in which handles differ is a collaborator that the handle is given.
+    ``GradientSync`` and ``UpdateSync`` are the two kinds; each decides what is exchanged, and when.  All
+    other differences between handles lie in the objects that the handle is given.
 
-    The model keeps its handle alive, and the handle ends with the model, so nothing has to be closed.  At
-    process exit the handle is closed while the interpreter and the transports still work.
+    The model keeps its handle alive, and the handle ends with the model, so nothing has to be closed.  As
+    a context manager, the handle closes itself.  When the process exits, the handle is closed while the
+    interpreter and the transports still work.
 
     Args:
         model: the plain module.
-        reducer: the reducer, which accumulates and exchanges.
+        reducer: accumulates and exchanges.
         engine: the thread of the model's exchanges (``make_engine``).
         groups: the process groups that were opened for this model.
         options: the settings of ``attach``, including those for NaN and Inf, GradScaler and sentinel.
-        membership: lets this rank leave, with ``elastic=``.
-        consensus: for a replica split over ranks, decides together with the ranks that hold its other
-            parts.
+        membership: with ``elastic=``, lets this rank leave.
+        consensus: for a replica split over ranks, makes decisions together with the ranks that hold its
+            other parts.
         pieces: for a replica split over ranks, this rank's pieces of the parameters.
 
     Attributes:
-        on_close: callbacks that undo changes of the model or its wrappers; ``close`` runs them.
+        on_close: callbacks that undo changes to the model or its wrappers; ``close`` runs them.
         decided: with "auto", the reason for exchanging gradients or updates; otherwise empty.
     """
 
@@ -106,15 +107,18 @@ class Handle(ABC):
 
     @property
     def communicators(self) -> list[Communicator]:
-        """The communicators to other replicas and to the other parts of this one, once they are idle."""
+        """The communicators to other replicas and to the other parts of this one.
+
+        Waits until they are idle.
+        """
         if self._engine.running:
-            # the engine runs callables only after all exchanges in flight have ended
+            # the engine runs this callable after all exchanges in flight
             self._engine.submit(lambda: None).result()
         return [self.reducer.comm, *([] if self._inner is None else [self._inner])]
 
     @property
     def closed(self) -> bool:
-        """Whether this handle was closed: it exchanges nothing more, but still has its state."""
+        """Whether this handle was closed: it exchanges nothing more, but keeps its state."""
         return not self._engine.running
 
     @property
@@ -130,7 +134,7 @@ class Handle(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Close a step where no hook can: in pipelines, and for updates without an optimizer."""
+        """End a step that no hook can end: in pipelines, and for updates without an optimizer."""
 
     @abstractmethod
     def contribute(
@@ -161,8 +165,8 @@ class Handle(ABC):
     def carry(self, **named: Any) -> None:
         """Name further objects whose states a joining rank takes over, e.g. ``scheduler=scheduler``.
 
-        They need ``state_dict()`` and ``load_state_dict()``.  States must be small (64 MiB in all) and
-        consist of plain values and tensors.
+        The objects need ``state_dict()`` and ``load_state_dict()``.  Their states must be small (64 MiB
+        in all) and consist of plain values and tensors.
 
         Raises:
             ConfigurationError: an object lacks one of these methods, or there is no ``elastic=``.
@@ -170,7 +174,7 @@ class Handle(ABC):
         self.membership.carry(**named)
 
     def leave(self) -> None:
-        """Leave with the next two exchanges; the first of them deals the residual to others.
+        """Leave after the next two exchanges; the first of them hands this rank's residual to others.
 
         SIGTERM calls this, and ends the process once this rank has ``left``.
 
@@ -186,7 +190,7 @@ class Handle(ABC):
         """Return plain numbers: local steps, exchanges, bytes per exchange and phase, residual norms."""
 
     def _numbers(self, before: tuple[int, Traffic] | None) -> dict[str, Any]:
-        """Return the numbers common to both kinds; ``before`` holds earlier steps and bytes."""
+        """Return the numbers common to both kinds; ``before`` holds steps and bytes not to count."""
         stats = reducer_stats(self.reducer, self.steps, before)
         chosen = {"choices": [self.decided]} if self.decided else {}
         return {**stats, **chosen, **self.membership.stats()}
@@ -197,7 +201,7 @@ class Handle(ABC):
 
     @abstractmethod
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; change nothing."""
+        """Check that a saved state fits, on this rank alone and without changing anything."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,9 +213,10 @@ class Handle(ABC):
         """End the thread and the process groups; the model then trains as if nothing had been attached.
 
         An exchange in flight is finished first, within the transport's timeout, because peers may
-        be waiting for it.  A handle of updates warns if replicas still differ (``finish``).  It leaves
-        every rank its own optimizer moments: to train on with plain DDP, give all ranks those of one, or
-        new ones, because equal gradients would otherwise move replicas apart.
+        be waiting for it.  If updates are exchanged, the handle warns when replicas still differ (call
+        ``finish`` first).  Each rank then keeps its own optimizer moments, so equal gradients would drive
+        replicas apart: before you train on with plain DDP, give all ranks the moments of one rank, or new
+        ones.
 
         Calling this is optional: the end of the process and the end of the model both close the handle.
         """
@@ -221,7 +226,7 @@ class Handle(ABC):
 
     @abstractmethod
     def _before_close(self) -> None:
-        """Look at what a regular end would leave undone."""
+        """Warn about anything that a regular ``close`` would leave undone."""
 
     def _close(self) -> None:
         self.on_close.close()
@@ -237,14 +242,14 @@ class Handle(ABC):
         if error is None:
             self.close()
         else:
-            self._engine.end()  # after an error, peers may never join the exchange in flight
+            self._engine.end()  # do not wait: after an error, peers may never join the exchange in flight
             self._close()
 
 
 def make_engine(
     reducer: Reducer, groups: Groups | ExitStack, consensus: PartsConsensus | None = None
 ) -> Engine:
-    """Start the thread that runs a model's exchanges and can abort everything that they use."""
+    """Start the thread that runs a model's exchanges, and that can abort their communication."""
     comms: list[Abortable] = [reducer.comm]
     comms += [] if consensus is None else [consensus.parts]
     comms += [groups] if isinstance(groups, Groups) else []
@@ -254,8 +259,9 @@ def make_engine(
 def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then close the communicator and the groups that it used."""
     engine.end()
-    # A busy engine is in native code that uses the communicator and the groups. This function must
-    # not wait for it, because the garbage collector may call it on the engine's own thread.
+    # A busy engine is still inside native code that uses the communicator and the groups, so they stay
+    # open. This function must not wait for the engine, because the garbage collector may call it on the
+    # engine's own thread.
     if not engine.busy:
         comm.close()
         groups.close()
@@ -266,7 +272,7 @@ def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None
 
 @final
 class Hook:
-    """A hook on a module or parameter.  Its copies do nothing, because a copied model is not attached."""
+    """A hook on a module or parameter; its copies do nothing, because a copied model is not attached."""
 
     def __init__(
         self, call: Callable[..., None] | None = None, owner: Callable[[], Any] = lambda: None
@@ -302,10 +308,10 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
     """Run a callback once DDP has finished; ``backward()`` raises the callback's error, if any.
 
     Returns:
-        Whether there is a backward pass: False on a rank that has run out of data (``join()``).
+        Whether a backward pass is running: False on a rank that has run out of data (``join()``).
     """
     engine = Variable._execution_engine
-    try:  # nested, to run after the callback that DDP itself queues
+    try:  # DDP queues a callback in the backward pass; one queued by a callback runs after that
         engine.queue_callback(lambda: engine.queue_callback(callback))
     except RuntimeError:
         return False
@@ -316,8 +322,9 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
 class CommHook:
     """The state of DDP's communication hook; without a handle, the hook allreduces like plain DDP.
 
-    ``register_comm_hook`` may be called only once per DDP reducer, and nothing removes a hook.  So
-    ``close`` leaves the hook registered without a handle, and the next ``attach`` gives it a new one.
+    ``register_comm_hook`` may be called only once per DDP reducer, and no method removes a hook.
+    Therefore ``close`` leaves the hook registered without a handle, and the next ``attach`` gives it a
+    new handle.
     """
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:
@@ -334,7 +341,7 @@ class CommHook:
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
-        # a plain list replaces a ``_Closed`` one: copying the model is an error from now on
+        # replace a ``_Closed`` list by a plain one, so that copying the model is an error from now on
         model._comm_hooks = list(model._comm_hooks)
         hook.sync, hook.on_bucket = sync, on_bucket
         return hook
@@ -347,7 +354,7 @@ class CommHook:
 
     @staticmethod
     def closed_of(model: Any) -> CommHook | None:
-        """Return the hook left by a closed handle, which can be used again."""
+        """Return the hook that a closed handle has left, to be used again, or None."""
         hooks = [state for _, state in model._comm_hooks]
         free = hooks and isinstance(hooks[0], CommHook) and hooks[0].sync is None
         return hooks[0] if free else None
@@ -359,24 +366,24 @@ class CommHook:
                 "residuals belong to this rank; copy or save model.module, and attach to the copy's own "
                 "DDP"
             )
-        return CommHook, ()  # a copy of the hook alone belongs to no model
+        return CommHook, ()  # the copy belongs to no model
 
 
 @final
 class _Closed(list[Any]):
     """DDP's list of hooks after ``close``; a copy of it is empty.
 
-    Copying a DDP module copies its attributes, including this list, but builds a new reducer for the
-    copy (2.13: ``__getstate__``, ``__setstate__``).  The copied list would name a hook that the new
-    reducer does not know, and ``attach`` would reuse it.
+    Copying a DDP module copies its attributes, including this list, but the copy builds a new reducer
+    (torch 2.13: ``__getstate__``, ``__setstate__``).  A full copy of the list would name a hook that the
+    new reducer does not know, and ``attach`` would reuse that hook.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return list, ()
 
 
-# This function has no annotations: DDP compares a hook's annotations with classes, and would reject
-# the strings that ``from __future__ import annotations`` makes of them.
+# This function has no annotations, because DDP compares a hook's annotations with classes.  Here they
+# would be strings (``from __future__ import annotations``), which DDP would reject.
 def _on_bucket(hook, bucket):  # type: ignore[no-untyped-def]
     if hook.sync is None:
         return allreduce_hook(hook.model().process_group, bucket)

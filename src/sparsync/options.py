@@ -58,30 +58,31 @@ Compress = Callable[[str, Tensor], bool]
 @naming_options
 @dataclass(frozen=True)
 class Compression:
-    """Settings for which parameters are exchanged sparsely, in which groups, and when.
+    """Settings that decide which parameters are exchanged sparsely, in which groups, and when.
 
     All settings must be equal on all ranks.  Each is checked on construction
     (``ConfigurationError``).
 
     Attributes:
-        unit_bytes: select over groups of consecutive parameters of at least this many bytes.  None: as
-            in the algorithm's paper, over the whole model ("sparcml": over single parameters).  If
-            there are several units, they are exchanged during the backward pass, each with its
-            share of the global k.
+        unit_bytes: select over units, groups of consecutive parameters of at least this many bytes.
+            None selects over the groups of the algorithm's paper: usually the whole model, with
+            "sparcml" each parameter.  If there are several units, each is exchanged during the backward
+            pass, with its share of the global k.
         compress: ``compress(name, parameter)`` returns whether a parameter is exchanged sparsely; the
-            others are exchanged dense.  None: the algorithm's own rule, usually all parameters
-            ("redsync": those large enough to gain).  If ``density`` is not given and the model is small
-            enough to be exchanged whole, every parameter is dense.
+            others are exchanged dense.  None means the algorithm's own rule: usually all parameters,
+            with "redsync" those large enough to gain.  If ``density`` is not given and the model is
+            small enough to be exchanged whole, every parameter is dense.
         output_layer: names of the parameters of the output layer, which some algorithms treat
-            separately.  None: the parameters of the module that was registered last.
-        warmup_steps: the number of initial steps that are dense, or have ``warmup_densities``.
-        warmup_densities: densities of the warm-up, each for an equal part of it (``DGC_RAMP``).
-        overlap: exchange a unit as soon as its gradients are complete.  False, which needs a model
-            without DDP, waits until all gradients are complete; FSDP2 modules that run several times
+            separately.  None means the parameters of the module that was registered last.
+        warmup_steps: the number of initial steps that are dense, or use ``warmup_densities``.  If
+            updates are exchanged, the period grows during these steps (``OuterStep``).
+        warmup_densities: the densities of equally long parts of the warm-up (``DGC_RAMP``).
+        overlap: exchange a unit as soon as its gradients are complete.  False waits until all gradients
+            are complete, and is only for models without DDP.  FSDP2 modules that run several times
             per forward pass need False.
-        offload: for exchanges of updates by a model on an accelerator.  True keeps the shared weights,
-            the residual and the outer momentum in host memory; False keeps them on the device.  None:
-            only the residual is in host memory, unless the device has no room for the shared weights.
+        offload: only for updates, and for a model on an accelerator.  True keeps the shared weights,
+            the residual and the outer momentum in host memory; False keeps them on the device.  None
+            keeps only the residual in host memory, unless the device has no room for the shared weights.
         schedule: for a pipeline, the schedule of ``torch.distributed.pipelining`` that runs this stage.
     """
 
@@ -120,20 +121,20 @@ class Compression:
 @naming_options
 @dataclass(frozen=True)
 class Transport:
-    """Settings for which ranks exchange with each other, and over which transport.
+    """Settings that decide which ranks exchange with each other, and over which transport.
 
     Attributes:
         name: "zmq" (its own sockets), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
-        timeout: seconds that any wait may take before ``backward()`` raises; a rank may pause for this
-            long.
+        timeout: seconds that any wait may take before ``backward()`` raises.  A rank may therefore pause
+            for this long.
         curve_keys: folder with one certificate per rank; zmq then encrypts and authenticates.
         interface, port_range, advertise: settings of zmq's sockets, see ``sparsync.connect``.
-        hierarchy: for DDP, exchange densely inside a node on every step, and sparsely (or updates)
-            between nodes.  With "node", a node is a machine: of as many consecutive global ranks as the
-            launcher started on it, those in DDP's group; with "links", a node is a site, found by
-            measuring all links at ``attach``; or give a mesh (nodes, ranks of a node).
+        hierarchy: for DDP, average gradients densely inside a node on every step, and exchange sparse
+            gradients or updates between nodes.  With "node", a node is a machine: the launcher numbers
+            its ranks consecutively, and those in DDP's group form the node.  With "links", a node is a
+            site, found by measuring all links at ``attach``.  Or give a mesh (nodes, ranks of a node).
         world: without DDP, the ranks that train the model together, and refuse steps together; None
-            for all ranks.  ``attach`` takes DDP's own.
+            means all ranks.  With DDP, ``attach`` takes the ranks of DDP's group.
         connect_timeout: seconds that ``attach`` may take to open the connections between ranks.
     """
 
@@ -170,20 +171,20 @@ class Monitoring:
     """Settings for logs, for NaN and Inf, and for the check that replicas stay equal.
 
     Attributes:
-        nonfinite: the action of all ranks when the sum contains NaN or Inf: "raise" from ``backward()``,
-            "skip" (gradients become None, so the optimizer does nothing), or "propagate" (every gradient
-            of every rank becomes NaN, so a GradScaler skips the step everywhere).  Residuals keep their
-            values.  None means "propagate" with ``scaler``, and otherwise "raise".  For updates, only
-            None (``OuterStep``).
+        nonfinite: what all ranks do when the sum of gradients contains NaN or Inf: "raise" from
+            ``backward()``, "skip" (gradients become None, so the optimizer does nothing), or "propagate"
+            (every gradient of every rank becomes NaN, so a GradScaler skips the step everywhere).
+            Residuals keep their values.  None means "propagate" with ``scaler``, and otherwise "raise".
+            Must be None when updates are exchanged (``OuterStep`` says what happens then).
         scaler: the ``GradScaler`` that scales the gradients.  The residual is rescaled whenever the
             scale changes, and overflows are propagated to the scaler.
-        sentinel: compares replicas every ``Sentinel.period`` steps; None to compare only at
+        sentinel: compares replicas every ``Sentinel.period`` steps.  None compares them only at
             ``attach``.
         log: receives the numbers of every step (``sparsync.monitoring.Monitor``) on this rank: a path
-            ending in ``.jsonl``, a ``SummaryWriter`` of TensorBoard, a run of Weights & Biases, a meter
-            of OpenTelemetry, or a function of (step, values).  For updates, the step is the local step
-            after which an exchange began.
-        xi_period: steps between estimates of Assumption 1's xi (``XiProbe``); None to measure none.
+            ending in ``.jsonl``, a TensorBoard ``SummaryWriter``, a W&B run, an OpenTelemetry meter, or
+            a function of (step, values).  If updates are exchanged, ``step`` is the local step after
+            which the exchange began.
+        xi_period: steps between estimates of Assumption 1's xi (``XiProbe``); None for no estimates.
     """
 
     nonfinite: Nonfinite | None = None
@@ -198,7 +199,7 @@ class Monitoring:
         require(sparse, f"xi_period is {self.xi_period}; give a number of steps >= 1, or None")
         known = self.nonfinite in (None, "raise", "skip", "propagate")
         require(known, f"nonfinite is {self.nonfinite!r}; choose one of raise, skip, propagate")
-        # None is valid: replicas are then compared only at ``attach``
+        # None compares replicas only at ``attach``
         fits = self.sentinel is None or isinstance(self.sentinel, Sentinel)
         require(fits, f"sentinel is {self.sentinel!r}; give a sparsync.Sentinel(period=100)")
         if self.scaler is None:
@@ -206,8 +207,8 @@ class Monitoring:
         given = f"scaler is {type(self.scaler).__name__}, which has no get_scale()"
         scales = callable(getattr(self.scaler, "get_scale", None))
         require(scales, f"{given}; give a torch.amp.GradScaler")
-        # the scaler looks for Inf in the gradients that it unscales, and a refused step leaves no
-        # gradients
+        # the scaler finds an overflow as Inf in the gradients that it unscales, but with "raise" and
+        # "skip" a step with Inf leaves no gradients
         if self.nonfinite not in (None, "propagate"):
             raise ConfigurationError(
                 f"with nonfinite={self.nonfinite!r} the GradScaler sees no overflow and never lowers its "
@@ -216,7 +217,7 @@ class Monitoring:
 
     @property
     def policy(self) -> Nonfinite:
-        """The policy on NaN and Inf; by default, it depends on whether there is a scaler."""
+        """The policy on NaN and Inf; its default depends on whether there is a scaler."""
         return self.nonfinite or ("raise" if self.scaler is None else "propagate")
 
 
@@ -224,8 +225,8 @@ class Monitoring:
 class Options:
     """All arguments of ``attach`` except the model and its optimizers, checked and completed.
 
-    A ``density`` of None stands for ``default_density`` until the model's size is known (``for_size``).
-    With "auto", ``decided`` is the reason for exchanging gradients or updates.
+    A ``density`` of None means that ``for_size`` will choose ``default_density``, once the model's size
+    is known.  With "auto", ``decided`` is the reason for exchanging gradients or updates.
     """
 
     algorithm: Algorithm
@@ -254,10 +255,10 @@ class Options:
         said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
         if density == 1:
             said = f"all {elements:,} gradient entries on every step"
-            if self.algorithm.name != "budgeted":  # the default, which nobody asked for by name
+            if self.algorithm.name != "budgeted":  # not the default, so the user has asked for it
                 said += f", as dense does, and {self.algorithm.name} takes no part"
-            # use the dense collective, which is bit-identical to the baseline, not sparse vectors
-            # with all entries
+            # the dense collective is bit-identical to plain DDP, and a sparse exchange of all entries
+            # is not
             given = replace(given, compress=given.compress or _nothing)
         lag = "in a model this small, delay costs more than bytes"
         if elements >= LARGE:
@@ -271,16 +272,17 @@ class Options:
     def tell_of_bytes(
         self, units: Sequence[Unit], world_size: int, tell: Callable[[str], object]
     ) -> None:
-        """Tell the user if a step sends more than dense, or mostly layers left dense by the algorithm."""
+        """Tell the user if a step sends more than dense would, or mostly layers that stay dense."""
         density, name = self.density, self.algorithm.name
-        # density 1 asks for dense training, and an algorithm that selects nothing ignores the density
+        # say nothing at density 1, which asks for dense training, nor if the algorithm selects nothing
+        # and so ignores the density
         if density is None or density == 1 or self.algorithm.result == "whole":
             return
         sent = self.algorithm.bytes_of(units, density, world_size)
         if sent is None or sum(sent) == 0:
             return
         needed = allreduce(sum(unit.size for unit in units), world_size).nbytes
-        # these imports would bring the tables of algorithms into ``import sparsync``
+        # imported here, because ``import sparsync`` would otherwise load the tables of algorithms
         from sparsync.cost.wording import format_bytes
         from sparsync.presets import PRESETS
 
@@ -291,7 +293,7 @@ class Options:
                 "lower density=, or another algorithm (sparsync plan compares them)"
             )
         rule, share = self.compression.compress, sent[0] / sum(sent)
-        # no message about the user's own rule
+        # say nothing about the user's own rule
         if rule is None or rule is not self.algorithm.compress or share <= 0.5:
             return
         part = sum(unit.size for unit in units if unit.dense) / sum(unit.size for unit in units)
@@ -306,7 +308,7 @@ class Options:
         )
 
     def _tell_of_one(self, units: Sequence[Unit]) -> None:
-        """Tell the user that the algorithm takes no part, unless it would be dense anyway."""
+        """Tell the user that the algorithm takes no part; say nothing if the exchange is dense anyway."""
         exact = self.algorithm.result == "whole" and self.algorithm.bits is None
         if not exact and not all(unit.dense for unit in units):
             self.tell(
@@ -315,7 +317,7 @@ class Options:
             )
 
     def agree_with(self, parts: Communicator) -> None:
-        """Compare the settings that must be equal on the ranks that hold the other parts of a replica.
+        """Compare the settings that must be equal on all ranks that together hold a replica.
 
         Raises:
             ConfigurationError: the correction clips, which needs the norm of whole gradients.
@@ -343,7 +345,8 @@ class Options:
 
         Ranks with equal positions in their own ``ranks`` hold one whole replica.
         """
-        # a rank knows only the ranks that hold its own part; its position among them numbers its replica
+        # a rank knows only the ranks that hold the same part; its position among them is the number of
+        # its replica
         place = [sorted(ranks).index(dist.get_rank())]
         world = dist.get_process_group_ranks(groups.world or dist.group.WORLD)
         places = zip(world, groups.gathered(place), strict=True)
@@ -366,8 +369,8 @@ class Options:
             PeerError: ranks ask for different transports, or run different versions.
         """
         carried = self.transport
-        # Compare versions first, because another version may compare other facts later. Compare
-        # over gloo, which every transport needs to start.
+        # Versions are compared first, because another version might compare other facts afterwards.
+        # They are compared over gloo, which works on all ranks, whichever transport each one asks for.
         wanted = {
             "the version of sparsync": _version(),
             "the version of torch": torch.__version__,
@@ -388,8 +391,8 @@ class Options:
     ) -> Reducer:
         """Connect the ranks of a dedicated group, check that they agree, and build their reducer.
 
-        ``consensus`` asks the ranks that hold other parts of this replica; with ``on_host``, residuals
-        live in host memory; ``agreed`` holds further settings that must be equal.
+        ``consensus`` asks the ranks that hold the other parts of this replica.  With ``on_host``,
+        residuals live in host memory.  ``agreed`` holds further settings that must be equal on all ranks.
         """
         assert self.density is not None, "for_size comes first"
         watched, comm = self.monitoring, self.connect(group)
@@ -426,7 +429,7 @@ class Options:
 
 
 def disabled() -> bool:
-    """Return whether the environment asks for plain DDP.
+    """Return whether the environment variable ``DISABLE`` asks for plain DDP.
 
     Raises:
         ConfigurationError: the variable is neither 0 nor 1.
@@ -438,7 +441,7 @@ def disabled() -> bool:
 
 
 def _nothing(_name: str, _parameter: Tensor) -> bool:
-    """Return False for every parameter, so all are exchanged dense."""
+    """Return False for every parameter, so that all are exchanged dense."""
     return False
 
 

@@ -79,7 +79,7 @@ def connect(
         "port_range": port_range,
         "advertise": advertise,
     }
-    # checked here: arguments that a single process accepts are then right in a group as well
+    # checked even for a single process, so that arguments which work there also work in a group
     check_transport(transport, sockets)
     check_timeout(timeout)
     check_timeout(connect_timeout, "connect_timeout")
@@ -103,27 +103,27 @@ def allreduce(
 
     Every call computes exact thresholds and boundaries.  For training, use ``attach``, which reuses
     them from step to step.  Between calls, the communicator remembers only the number of entries in the
-    last total, by which "sparcml-auto" chooses.
+    last total, which "sparcml-auto" uses to choose a collective.
 
     Args:
         vector: a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or tensors, with
             distinct indices of any integer type in any order; a sparse tensor or a ``scipy.sparse`` array
-            or matrix of one row or column; a ``DenseVector`` or ``SparseVector``.  Size and dtype are
-            equal on all ranks.
+            or matrix of one row or column; a ``DenseVector`` or ``SparseVector``.  Size and dtype must
+            be equal on all ranks.
         comm: from ``connect``, or an ``mpi4py.MPI.Intracomm``, which is duplicated on the first call.  A
             simulated communicator cannot block (see ``sparsync.simulate``).
         algorithm: a preset's name or an ``Algorithm``.  Default with ``k``: "budgeted", whose codec
             ``sparsync.wire.Packed("bf16")`` rounds values (``codec=Packed("fp32")`` does not); it takes
             float32, float64, float16 and bfloat16.  Default without ``k``: the lossless "sparcml-auto" in
-            COO, which takes these, int32 and int64, and any operation.
-        k: number of entries that each rank gives; equal on all ranks, None for all.  "budgeted",
-            "halving", "gtopk" and "oktopk" also return the k largest of the sum; with the others, the
-            total has up to P k entries.  Algorithms that sum whole vectors ("dense", "quantised" and
-            "ring-dense") take no k.
+            COO, which takes these dtypes, int32 and int64, and any operation.
+        k: number of entries that each rank sends; equal on all ranks, None for all.  "budgeted",
+            "halving", "gtopk" and "oktopk" also return only the k largest entries of the sum; with the
+            others, the total has up to P k entries.  Algorithms that sum whole vectors ("dense",
+            "quantised" and "ring-dense") take no k.
         op: "sum", "max", "min", "prod", "and", "or", "xor", "logical_and", "logical_or", or your own
-            ``Reduction``; elements that a vector does not store count as the operation's neutral
-            element.  Only SparCML's collectives take operations other than the sum.  Default: the one
-            of an ``Algorithm``, otherwise "sum".
+            ``Reduction``.  Elements that a vector does not store count as the operation's neutral
+            element.  Only SparCML's collectives take operations other than the sum.  Default: the
+            operation of the ``Algorithm``, if you give one, otherwise "sum".
         options: options of the preset.
 
     Returns:
@@ -135,9 +135,9 @@ def allreduce(
         ConfigurationError: the algorithm, operation or option is unknown, the vector is not 1-D, k < 0,
             an earlier call on this communicator broke off, or the algorithm cannot select or send
             values of this dtype.
-        PeerError: ranks disagree on size, dtype, operation, algorithm, its options or k; a peer died.
+        PeerError: ranks disagree on size, dtype, operation, algorithm, its options or k; or a peer died.
 
-    Cost: the algorithm's, plus one small allgather in which ranks compare the call.
+    Cost: that of the algorithm, plus one small allgather in which ranks compare the call.
 
     Example:
         >>> import torch
@@ -163,8 +163,8 @@ def iallreduce(
     not change until the future is done.  A call cannot be cancelled, because the other ranks take part
     in it.
 
-    If ranks disagree about a call, only its future fails.  Any other error, as when a peer has died,
-    ends all calls in flight, and the communicator refuses later ones.
+    If ranks disagree about a call, only its future fails.  Any other error, e.g. a dead peer, ends all
+    calls in flight, and the communicator refuses later ones.
 
     Raises:
         ConfigurationError: as in ``allreduce``, or too many calls are in flight.
@@ -203,7 +203,7 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
     Raises:
         ConfigurationError: the vector is not 1-D, its dtype has no wire format, or an earlier call on
             this communicator broke off.
-        PeerError: ranks disagree on size or dtype; a peer died.
+        PeerError: ranks disagree on size or dtype, or a peer died.
 
     Cost: ceil(log2 P) messages, in which every rank receives the bytes of all others, plus one small
     allgather in which ranks compare the call and exchange lengths.
@@ -219,7 +219,11 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
 
 
 def _alone() -> Communicator:
-    """Return a world of one, unless a launcher started more ranks, which would all be alone."""
+    """Return a world of one.
+
+    Raises:
+        ConfigurationError: a launcher started several ranks, each of which would be alone.
+    """
     here = detect()
     if here is not None and here.world_size > 1:
         mpi = ', or give transport="mpi"' if here.launcher == "mpi" else ""
@@ -233,7 +237,8 @@ def _alone() -> Communicator:
 def _run(program: _Program[T], comm: Any) -> T:
     """Run a program to its end on this process's rank."""
     comm = _communicator(comm)
-    # the first ``iallreduce`` hands the sockets to its thread, so blocking calls must go through it
+    # the first ``iallreduce`` hands the sockets to its thread, so later blocking calls must use that
+    # thread as well
     engine = comm.companions.get("background")
     if isinstance(engine, _Background):
         return engine.start(program, comm).result()
@@ -242,7 +247,7 @@ def _run(program: _Program[T], comm: Any) -> T:
 
 
 def _communicator(comm: Any) -> Communicator:
-    """Return a communicator; wrap it first if it is mpi4py's."""
+    """Return a communicator; wrap it first if it comes from mpi4py."""
     if isinstance(comm, Communicator):
         return comm
     if type(comm).__module__.partition(".")[0] == "mpi4py":
@@ -255,11 +260,11 @@ def _communicator(comm: Any) -> Communicator:
 
 @final
 class _Background:
-    """A thread that runs a communicator's non-blocking calls, each on a channel of its own."""
+    """A thread that runs a communicator's non-blocking calls, each on its own channel."""
 
     def __init__(self, comm: Communicator) -> None:
-        # The communicator's companions hold this object, and with it the engine. The channel is
-        # taken ``apart`` so that the engine does not keep its own communicator alive.
+        # The communicator's companions hold this object, and with it the engine. ``apart`` returns a
+        # channel without these companions, so that the engine does not keep its communicator alive.
         self._engine = Engine("iallreduce", [comm.channel(0).apart()])
         self._open: list[Future[Any]] = []
         self._calls = 0
@@ -271,8 +276,8 @@ class _Background:
             raise ConfigurationError(
                 f"{len(self._open)} reductions are under way; wait for some of them first"
             )
-        # Use twice as many channels as calls may be in flight: another rank may lag behind by that
-        # many calls, and must not receive a new call's messages on an old call's channel.
+        # There are twice as many channels as calls may be in flight: another rank may lag behind by that
+        # many calls, and must not receive a new call's messages on the channel of an old one.
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
         future = self._engine.submit(_attempt(program, channel))
@@ -286,11 +291,11 @@ class _Background:
 
 # a function, because a method's coroutine would keep the engine alive
 async def _attempt(program: _Program[T], channel: Communicator) -> T | Failure:
-    """Run a call; one that breaks off also ends those in flight with it."""
+    """Run a call; an error ends all calls in flight, unless ranks only disagree about this one."""
     try:
         with channel.exchange():
             return await program(channel)
-    except DisagreementError as error:  # all ranks raise it, after they received all messages
+    except DisagreementError as error:  # on all ranks, when no message is in flight any more
         return Failure(error)
 
 
@@ -325,7 +330,10 @@ def _prepare(
     op: str | Reduction | None,
     options: dict[str, Any],
 ) -> _Program[Reduced]:
-    """Check the arguments and select entries; return a program that compares the call, then reduces."""
+    """Check the arguments and select entries.
+
+    Return a program in which ranks first compare the call, then reduce.
+    """
     given, operation = as_vector(vector), _operation(algorithm, op)
     operation.check(given.values.dtype)
     if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 0):
@@ -359,16 +367,17 @@ def _prepare(
         "operation": operation.name,
         "algorithm": chosen.name,
         "k": k,
-        # of the objects, because an Algorithm names no options, and a default may be given as well
+        # These settings are read from the objects: an ``Algorithm`` does not list its options, and one
+        # rank may pass a default that another omits.
         "options": f"{settings_of(selector)}, {settings_of(collective)}",
     }
     kind = str(facts)
 
     async def reduce(comm: Communicator) -> Reduced:
         totals = comm.companions.setdefault("totals", _Totals())
-        # Ranks exchange the totals that they remember. With several calls in flight, one may have
-        # ended on this rank but not yet on another, and ranks that expect different totals would
-        # choose different collectives.
+        # Ranks exchange the totals that they remember and use the largest. With several calls in flight,
+        # a call may have ended on this rank but not yet on another, and ranks that expected different
+        # totals would choose different collectives.
         told = await agree(comm, facts, [ready.nnz, totals.last(kind)])
         entries, total = (max(column) for column in zip(*told, strict=True))
         collective.expect(entries, None if total < 0 else total)
@@ -380,7 +389,7 @@ def _prepare(
 
 
 def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
-    """Check the vector; return a program that compares the call, then collects all vectors."""
+    """Check the vector; return a program in which ranks compare the call, then collect all vectors."""
     given, codec = as_vector(vector), StreamCodec()
     size, dtype = given.size, given.values.dtype
     if isinstance(given, SparseVector):
@@ -407,7 +416,7 @@ def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
 
 
 def _operation(algorithm: str | Algorithm | None, op: str | Reduction | None) -> Reduction:
-    """Return the operation of a call: the given one, or the one inside an ``Algorithm``."""
+    """Return the operation of a call: ``op`` if given, otherwise the one inside an ``Algorithm``."""
     if op is not None:
         return reduction(op)
     return algorithm.make_collective().operation if isinstance(algorithm, Algorithm) else SUM
@@ -431,9 +440,9 @@ def _filled_in(
 
 
 def _check_absent(given: SparseVector, neutral: int | float, of: str) -> None:
-    """Refuse the total of another operation, whose absent elements would change their value."""
+    """Refuse the total of another operation, whose absent elements would take another value here."""
     require(
-        given.absent in (0, neutral),  # 0 unless an operation made the vector
+        given.absent in (0, neutral),  # 0 unless the vector is the total of a reduction
         f"the elements that the vector does not store are {given.absent}, but those {of} are {neutral}; "
         "give its to_dense()",
     )
@@ -442,7 +451,7 @@ def _check_absent(given: SparseVector, neutral: int | float, of: str) -> None:
 def _select(
     given: Vector, selector: Selector, k: int | None, operation: Reduction, *, whole: bool
 ) -> Vector:
-    """Take the k largest entries of a dense vector; without k, drop only neutral elements, if any."""
+    """Take the k largest entries of a dense vector; without k, drop only neutral elements."""
     neutral = operation.neutral(given.values.dtype)
     if isinstance(given, SparseVector):
         _check_absent(given, neutral, f"of '{operation.name}'")
@@ -450,5 +459,5 @@ def _select(
         return given.keep(~says_nothing) if bool(says_nothing.any()) else given
     if k is None:
         return given if whole else SparseVector.from_dense(given.values, neutral)
-    # step 0 opens every period, so the selection is exact
+    # at step 0 every period begins, so the selection is exact
     return selector.select(given.values, k, step=0)

@@ -87,14 +87,14 @@ class DeadlockError(CommunicationError):
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _DETAIL: Final = 200  # characters of a list of names
-_REFUSED: Final = "WeightsUnpickler error:"  # in the middle of torch's message on a file
+_REFUSED: Final = "WeightsUnpickler error:"  # precedes the reason in torch's message about a file
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its most telling part."""
     text = str(error)
-    # torch's unpickling error fills a page, with advice to trust the file; only one sentence of it gives
-    # the reason
+    # torch's unpickling error fills a page and advises to trust the file; only one sentence gives the
+    # reason
     if isinstance(error, pickle.UnpicklingError):
         text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
     lines = (text.strip() or type(error).__name__).splitlines()
@@ -111,11 +111,11 @@ def require(fits: bool, message: str) -> None:
 
 
 def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Reject values that are not numbers for arguments annotated as numbers; the owner checks ranges.
+    """Check that arguments annotated as numbers are numbers; the owner checks their ranges.
 
     Args:
-        owner: the function or class, for the message.
-        types: the annotation of each argument, as a type or a string; only those of numbers matter.
+        owner: the name of the function or class, for the message.
+        types: the annotation of each argument, as a type or a string.
         given: the value of each argument.
 
     Example:
@@ -130,8 +130,8 @@ def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]
         kinds = {part.strip() for part in (text or str(annotation)).split("|")}
         if kinds - {"None"} not in ({"int"}, {"float"}) or (value is None and "None" in kinds):
             continue
-        # bool is a subclass of int, so True would pass as a period of 1, and NaN evades range
-        # checks
+        # Two values need extra tests: True is an int, and would pass as a period of 1; and NaN passes
+        # range checks, because every comparison with it is false.
         number = isinstance(value, Integral if "int" in kinds else Real) and not isinstance(
             value, bool
         )

@@ -1,7 +1,7 @@
 """Presets: every algorithm by name, with its paper's constants.
 
-The core's rows are at the end of this file.  Every paper's package, ``sparsync.published.<paper>``,
-declares its own rows, and other packages declare theirs as entry points of the group
+The core's rows are at the end of this file.  Each paper's package, ``sparsync.published.<paper>``,
+declares its own rows.  Other packages declare their rows as entry points of the group
 "sparsync.algorithms".
 """
 
@@ -89,7 +89,7 @@ def _codec(owner: str, given: Any) -> Any:
 
 
 def quantised(*, bits: int = 2, block: int = 256) -> Algorithm:
-    """Allreduce all elements in few bits in both directions, with scales per block and error feedback.
+    """Allreduce all elements in a few bits each, in both directions, with error feedback.
 
     Args:
         bits: bits per element: 1, 2, 3, 4, 8 or 16.
@@ -114,18 +114,18 @@ def auto(
     gain: float = 0.1,
     patience: int = 2,
 ) -> Algorithm:
-    """Use the collective predicted to be fastest for each unit at the given density, possibly dense.
+    """For each unit, use the sparse or dense collective predicted to be fastest at the given density.
 
     Args:
         machine: seconds per message, byte, element and entry.  If None, ``attach`` and the
-            optimizers measure them; ``allreduce``, which has one step, uses the defaults of
+            optimizers measure them.  ``allreduce``, which runs only once, uses the defaults of
             ``Machine`` (gigabit Ethernet).
         budget: bytes that a rank may send or receive per unit and step; None for no limit.
         candidates: names of presets; None for all rows that are ``planned``.
         check_period: steps between comparisons of measured and predicted seconds; None for no
             comparisons, which keeps runs exactly repeatable.
-        gain: fraction of the measured time that another collective must promise to save.
-        patience: number of consecutive comparisons that must agree before that collective is tried.
+        gain: fraction of the measured time that another collective must be predicted to save.
+        patience: number of consecutive comparisons that must favour that collective before it is tried.
     """
     from sparsync.cost.auto import Auto  # imported here: only this preset needs the planner
     from sparsync.cost.calibrate import calibrate

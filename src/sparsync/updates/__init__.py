@@ -1,14 +1,23 @@
-"""The life of an update: the outer step, its settings, and the handle of ``attach`` for AdamW.
+"""Exchange updates: the outer step, its settings, and the handle of ``attach`` for AdamW and others.
 
-An update passes through the modules in this order: ``stepping`` hooks the optimizer's step;
-``gradient_noise`` lengthens the steps of Adam and AdamW, and ``step_length`` those of other optimizers;
-``sync`` is the handle and counts local steps; ``outer_engine`` exchanges the moves of the weights, with
-the settings of ``outer_step``, in ``fragments`` and at ``periods``; ``contributions`` weighs the moves
-before they are sent; ``weights`` writes the result into the model.
+An update is the change that local steps have made to a rank's weights since the last exchange.  Many
+comments call it a move; the two words mean the same.  A move is computed with the sign of a gradient:
+it is positive where weights have decreased.
 
-The moves themselves are exchanged outside this package: ``feedback.reducer`` adds the residual and keeps
-what was not delivered, ``collectives.quantised`` sums over ranks, and ``wire.levels`` makes the bits.  To
-the reducer, a move is a gradient.
+An update passes through the modules in this order:
+
+- ``stepping`` hooks the optimizer's step.
+- ``step_length`` lengthens each step of an optimizer whose steps have a length of their own, e.g. Muon.
+  ``gradient_noise`` lengthens the steps of Adam and AdamW, up to four at a time, just before they are
+  exchanged.
+- ``sync`` is the handle and counts local steps.
+- ``outer_engine`` exchanges updates, with the settings of ``outer_step``, in ``fragments`` and at
+  ``periods``.  ``contributions`` weighs them before they are sent.
+- ``weights`` writes the result into the model.
+
+Other packages carry out the exchange itself.  ``feedback.reducer`` adds the residual and keeps the part
+that was not delivered, ``collectives.quantised`` sums over ranks, and ``wire.levels`` makes the bits.
+The reducer treats an update as if it were a gradient.
 
 ``family`` has the settings of the default and of published methods; ``offload`` decides which vectors
 live in host memory; ``outer_averager`` runs the outer step without ``attach``; ``rank_state`` and

@@ -73,7 +73,7 @@ def make_outer(
 
 
 def said_of_size(algorithm: str | Algorithm | OuterStep | None, outer: OuterStep) -> str:
-    """Return a phrase on the bits that ``make_outer`` chose because the model is small, or ""."""
+    """Return a phrase about the bits, if ``make_outer`` chose them because the model is small, or ""."""
     by_size = algorithm in (None, "updates") or getattr(algorithm, "algorithm", "") is None
     bits: Any = dict(outer.chosen.options).get("bits")
     if not by_size or (bits == default_bits(LARGE) and outer.first_period > 1):
@@ -112,7 +112,7 @@ def attach_updates(
     trained = trained_of(module, ignored)
     groups = Groups(options.transport.world, **options.transport.waits)
     try:
-        # Creating groups is collective, so all ranks use one order: node, parts, replicas.
+        # creating a group is collective, so all ranks need the same order: node, parts, replicas
         pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
         if replicate is None:
             ranks = dist.get_process_group_ranks(groups.world or dist.group.WORLD)
@@ -127,8 +127,8 @@ def attach_updates(
         weights = ModelWeights(module, trained, averages, node, noise, ignored)
         apart = output_parameters(module, options.compression.output_layer)
         output = apart if outer.chosen.output else ()
-        # Inside a node, a rank plans the runs of parameters that it exchanges, but the user's
-        # ``compress`` is still asked about the parameters themselves.
+        # Inside a node, a rank exchanges only its run of each parameter, and plans these runs.  But the
+        # user's ``compress`` expects the parameters themselves.
         parameters: Mapping[str, Tensor] = trained
         if node is not None:
             parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
@@ -155,10 +155,11 @@ def attach_updates(
         groups.close()
         raise
     try:
-        # a replica of several ranks would have to agree on one count before it is weighed
+        # such a replica would have to agree on one count before its update could be weighed
         several = consensus is not None and consensus.parts.world_size > 1
-        # as DDP does, whose own broadcast ends here: statistics differ after a forward pass, and only
-        # moves are exchanged; before the engine reads the shared vector
+        # Buffers are made equal here, because statistics differ after a forward pass, only changes are
+        # exchanged later, and DDP stops broadcasting buffers.  This must happen before the engine reads
+        # the vector that ranks share.
         if buffers := weights.exchanged_buffers():
             for comm in [reducer.comm] if node is None else [node.comm, reducer.comm]:
                 run(equalise_(comm, buffers))
@@ -191,10 +192,10 @@ def attach_updates(
     except BaseException:
         groups.close()
         raise
-    # the handle owns thread and groups from here on, so an error on this rank must close the handle
+    # from here on the handle owns the thread and the groups, so an error must close the handle
     try:
-        # ranks of a node must start equal as well: they average gradients, not weights
-        # without DDP, nobody has compared frozen parameters, e.g. of the model below a LoRA
+        # Ranks of a node must start equal as well, because they average gradients, not weights.  Without
+        # DDP, nothing has compared the frozen parameters yet, e.g. of the model below a LoRA.
         compared = trained if ddp is not None else dict(module.named_parameters())
         named = [(name, local_of(parameter)) for name, parameter in compared.items()]
         for comm in sync.communicators if node is not None else [reducer.comm]:
@@ -207,7 +208,7 @@ def attach_updates(
 
 
 def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) -> Any:
-    """Return the split of this replica over ranks: pieces, kinds by name, replica ranks, consensus."""
+    """Return how this replica is split: pieces and kinds by name, replica ranks, and consensus."""
     from sparsync.gradients.consensus import PartsConsensus  # DTensor takes 0.4 s to import
     from sparsync.gradients.shards import Fsdp, ranks_of, shards_of
 

@@ -1,4 +1,4 @@
-"""Weigh the ranks' updates by the tokens or samples that each has seen since its last exchange."""
+"""Weigh each rank's update by the tokens or samples that the rank has seen since the last exchange."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sparsync.updates.fragments import Exchange
 __all__ = ["Contributions", "Weight", "contributions_kind", "shown_of"]
 
 _KINDS: Final = ("nothing", "numbers", "tokens", "samples")
-# A factor is the inverse of a weight, and a weight is at most the number of ranks (if only one has
-# seen any data), so a smaller factor in a saved state must be damage
+# The least factor ``shown`` in a saved state.  A factor is the inverse of a weight, and a weight is at
+# most the number of ranks (if only one has seen any data), so a smaller factor must be damage.
 _LEAST_SHOWN: Final = 1e-9
 
 
@@ -30,7 +30,7 @@ class Weight:
     Attributes:
         weight: a factor on the update; its mean over ranks is 1, unless all weights are 0.
         ranks: the number of equally weighted ranks whose average would be as noisy,
-            ``(sum n)^2 / sum n^2``; 0 if no rank has seen anything.
+            ``(sum n)^2 / sum n^2``; 0 if no rank has seen any data.
     """
 
     weight: float
@@ -47,17 +47,17 @@ class Contributions:
         accumulated = residual + weight * (how far this rank has moved)
         sum over ranks(residual + weight * moved) == total + sum over ranks(residual)
 
-    Weights are known before anything is rounded, so undelivered mass in a residual is already weighted,
-    however much other ranks see later.  (Sending the counts along with the updates and dividing
-    afterwards would save a round.  But undelivered mass would then be divided by the counts of the
+    Weights are applied before an update is rounded, so the undelivered mass in a residual is already
+    weighted, however much other ranks see later.  (It would save a round to send the counts along with
+    the updates and to divide afterwards.  But undelivered mass would then be divided by the counts of the
     period in which it is delivered: after a short last batch, it could count ten times.)
 
     The first exchange determines whether any rank counts; if none does, no more counts are sent.  A
-    ``finish`` before it determines nothing, unless a rank has counted.
+    ``finish`` before the first exchange determines nothing, unless a rank has counted.
 
-    A weight above 1 makes a residual larger than the rank's own steps.  If the rank's own weights
-    include the residual (``residual="weights"``), the residual is divided by the weight there, so the
-    weights include the rank's steps unscaled.
+    A weight above 1 makes a residual larger than the rank's own steps.  With ``residual="weights"``, the
+    rank's own weights include the residual.  There it is divided by the weight, so that the rank's own
+    steps count once.
 
     Cost: 8 bytes per fragment and rank, one round before an exchange.
     State: ``state_dict()``, of this rank.
@@ -65,20 +65,20 @@ class Contributions:
     Attributes:
         weighs: whether ranks count; None if not known yet.
         ranks: as in ``Weight``, from the last exchange in which any rank had seen data.
-        shown: by fragment, the factor on the residual in this rank's own weights; 0 after a ``finish``
-            that could not deliver the residual.
+        shown: for each fragment, the factor by which the residual enters this rank's own weights; 0 after
+            a ``finish`` that could not deliver the residual.
     """
 
     def __init__(self, *, weighs: bool | None = False) -> None:
         self.weighs, self.ranks = weighs, 0.0
-        # One total, and a mark per fragment: fragments are exchanged at different times, and each
-        # counts from its own last exchange.
+        # Fragments are exchanged at different times, and each counts from its own last exchange.  So
+        # there is one total, and for each fragment the total at its last exchange.
         self._kind, self._total = 0, 0.0
-        self._sent: list[float] = []  # by fragment, the total at its last exchange
+        self._sent: list[float] = []
         self.shown: list[float] = []
 
     def plan(self, fragments: int) -> None:
-        """Start with this number of fragments, unless a state was loaded."""
+        """Set the number of fragments, unless a state was loaded."""
         self._sent = self._sent or [0.0] * fragments
         self.shown = self.shown or [1.0] * fragments
 
@@ -114,7 +114,7 @@ class Contributions:
         self._kind, self._total = kind, self._total + count
 
     def take(self, part: int) -> float:
-        """Return this rank's count since a fragment's last exchange, and restart it from 0."""
+        """Return this rank's count since a fragment's last exchange, and restart the count."""
         seen, self._sent[part] = self._total - self._sent[part], self._total
         return seen
 
@@ -125,9 +125,9 @@ class Contributions:
     async def weigh(
         self, seen: Sequence[float], reducer: Reducer, *, decides: bool = True
     ) -> list[Weight]:
-        """Return the weights of fragments; this is collective.
+        """Return this rank's weights for fragments, given its counts; this is collective.
 
-        With ``decides``, no rank counts from now on if none has counted yet.
+        With ``decides``, weighing is switched off for good if no rank has counted yet.
 
         Raises:
             DisagreementError: ranks count different units.
@@ -142,7 +142,7 @@ class Contributions:
             reducer.fail()  # otherwise the other parts of this replica would wait for its vote
             raise
         *columns, kinds = zip(*(one.tolist() for one in gathered), strict=True)
-        # kind 0 means that a rank has not counted anything so far
+        # kind 0 means that the rank has not counted anything so far
         counted = sorted({int(kind) for kind in kinds} - {0})
         if len(counted) > 1:
             raise DisagreementError(
@@ -162,7 +162,7 @@ class Contributions:
         exchange.weigh(its.weight, its.ranks)
 
     async def weigh_all(self, reducer: Reducer) -> list[Weight]:
-        """Return the weights of all fragments, and restart their counts from 0."""
+        """Return this rank's weights for all fragments, and restart their counts."""
         seen = [self.take(part) for part in range(len(self._sent))]
         return await self.weigh(seen, reducer, decides=False)
 
@@ -188,8 +188,8 @@ class Contributions:
 
 def contributions_kind(fragments: int, state: Any) -> Kind:
     """Return the kind of every field of a saved state."""
-    # A fragment's mark cannot exceed the total. If the total itself is damaged, the error must name
-    # it, not the marks.
+    # The total at a fragment's last exchange cannot exceed the present total. If the present total is
+    # damaged, any number is allowed here, so that the error names the total.
     total: Any = state.get("total") if isinstance(state, Mapping) else None
     counted = Number(0, total if fits(total, float) else math.inf)
     return Fields(
@@ -206,7 +206,7 @@ def contributions_kind(fragments: int, state: Any) -> Kind:
 
 
 def shown_of(weight: float) -> float:
-    """Return the factor on the residual in a rank's own weights, for an update of this weight."""
+    """Return the factor by which the residual of an update with this weight enters the rank's weights."""
     return 1 / max(weight, 1.0)
 
 

@@ -21,9 +21,9 @@ _ENTRIES: Final = 64  # per chunk of 64 x 64, as in SparseLoCo: 1.6 %, within th
 def sparseloco() -> Algorithm:
     """Return SparseLoCo's exchange: chunk-wise top-k, quantised and allgathered.
 
-    The paper's quantiser uses 2 bits without randomness.  ``SparseQsgd`` at 2 bits is contractive only if
-    values are shrunk to 2 / 9, so 4 bits are used here.  With Elias-Fano indices an entry then takes 12.5
-    bits, where 2 bits and a position in the chunk would take 14.
+    The paper quantises to 2 bits without randomness.  ``SparseQsgd`` at 2 bits would be contractive only
+    if values were shrunk to 2 / 9, so 4 bits are used here.  With Elias-Fano indices an entry then takes
+    12.5 bits; 2 bits and a position in the chunk would take 14.
     """
     codec = SparseQsgd(4, block=_ENTRIES, scale="max")
     return Algorithm(
@@ -42,13 +42,14 @@ def _chunkwise() -> Algorithm:
 OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # The default of ``attach``: two bits and a period of 2 for models of a million elements and
-        # more (``OuterStep.for_size``). In each of the two rounds, rounding errors are delivered later:
-        # on average after a quarter of a step with two bits, and after a whole step with one bit. Late
-        # updates cost loss: 0.5 and 1.4 % on a transformer of 1.3 million elements after 1,000 steps.
-        # In the first steps, weights move fastest and the rounding error is as large as the moves, so
-        # every step is exchanged. With one bit on every second step, smaller models lose up to 9 % (a
-        # vision transformer of 152,074 elements), so they send more (benchmarks/schedules.md). A delay
-        # would hide the exchange, but cost 1.5 to 5 % of loss in trials (docs/design-notes.md).
+        # more (``OuterStep.for_size``). An exchange rounds twice, and delivers its rounding errors
+        # later: on average after a quarter of a step with two bits, and after a whole step with one
+        # bit. Late updates cost loss: 0.5 and 1.4 % on a transformer of 1.3 million elements after
+        # 1,000 steps. At first, weights change fastest, and rounding errors are as large as the
+        # updates. Therefore the first half of the warm-up, 100 steps, exchanges on every step. With one
+        # bit on every second step, smaller models lose up to 9 % (a vision transformer of 152,074
+        # elements), so they send more (benchmarks/schedules.md). A delay would hide the exchange, but
+        # cost 1.5 to 5 % of loss in trials (docs/design-notes.md).
         "updates": {
             "algorithm": None,
             "density": 1.0,
@@ -57,11 +58,12 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "noise_correction": True,
             "warmup_steps": 200,
         },
-        # the block learning rate is 1; nesterov=True gives NBM instead of CBM; the period is our choice
+        # the block learning rate is 1; nesterov=True gives NBM instead of CBM; the period is not from
+        # the paper
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},
-        # Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is our choice
+        # Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is not from the paper
         "qsparse-local": {"algorithm": "allgather", "density": 0.01, "period": 8},
-        # section 3 has H = 500, and Nesterov momentum with outer rate 0.7 and momentum 0.9
+        # section 3 has H = 500, outer rate 0.7 and Nesterov momentum 0.9
         "diloco": {
             "algorithm": "dense",
             "density": 1.0,
@@ -70,8 +72,8 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # sections 2.2 to 2.4 send fragments in 4 bits, which are applied one step later, with
-        # DiLoCo's outer step
+        # in sections 2.2 to 2.4, fragments are sent in 4 bits and applied one step later, with DiLoCo's
+        # outer step
         "streaming-diloco": {
             "algorithm": resolve("quantised", bits=4),
             "density": 1.0,
@@ -98,7 +100,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "period": 30,
             "residual_decay": 0.95,
         },
-        # Section 3, with SGD without momentum as the inner optimizer: the residual is the momentum,
+        # Section 3.  The inner optimizer must be SGD without momentum: the residual is the momentum,
         # and 0.999 is its beta.  A chunk is 64 consecutive elements of a unit; the paper uses 64 x 64
         # blocks of a matrix.  Every 64 chunks send 32 coefficients, as pairs of 32 + 32 bits.  The
         # momentum accumulates steps, i.e. gradients times learning rates, and includes weight decay

@@ -73,8 +73,8 @@ class Layout:
         self.units: list[Unit] = []
         # Ends are computed from the sizes of whole parameters, not of shards, so that all parts of
         # a replica split alike and exchange the same fragments at the same time.  A parameter
-        # belongs to the fragment that contains its middle.  All sizes are doubled, because integers
-        # are equal on all ranks.
+        # belongs to the fragment that contains its middle.  All sizes are doubled to keep middles
+        # whole numbers, which are equal on all ranks.
         ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
         total = 2 * max(ends[-1] if ends else 0, 1)
         middles = [2 * e - p.numel() for e, p in zip(ends, parameters.values(), strict=True)]
@@ -93,11 +93,11 @@ class Layout:
     ) -> None:
         """Plan the units of all fragments; see ``plan_units``.
 
-        Parameters of different ``kinds`` get different units.  If other ranks of this replica also hold
-        a parameter, all must round it the same way, whatever its neighbours in a unit.
+        Parameters of different ``kinds`` get different units.  If several ranks of a replica hold a
+        parameter, all of them must round it the same way, although its neighbours may differ there.
         """
-        # middles grow with the parameters, so the parameters of a fragment are contiguous.  A
-        # fragment that contains no middle is dropped, so there may be fewer fragments than requested
+        # Middles ascend from parameter to parameter, so the parameters of a fragment are contiguous.  A
+        # fragment that contains no middle is dropped, so there may be fewer fragments than requested.
         for _, group in itertools.groupby(self._spans, self._number.__getitem__):
             names, first = list(group), len(self.units)
             for kind in dict.fromkeys(kinds.get(name) for name in names):
@@ -134,7 +134,7 @@ class Layout:
         self._placed = sorted(placed, key=lambda pair: pair[0].vector)
 
     def units_at(self, place: slice) -> Iterator[tuple[int, slice, slice]]:
-        """Yield each unit in a part of the vector: number, elements, and their place in the part."""
+        """Yield each unit in a part of the vector: its number, its elements, and where they lie there."""
         first = bisect_right(self._placed, place.start, key=lambda pair: pair[0].vector) - 1
         for piece, unit in self._placed[max(first, 0) :]:
             low, high = max(piece.vector, place.start), min(piece.vector + piece.size, place.stop)
@@ -146,7 +146,7 @@ class Layout:
                 return
 
     def places(self, unit: int, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """Yield the places of elements ``[start, stop)`` of a unit, in the vector and in the run."""
+        """Yield where elements ``[start, stop)`` of a unit lie in the vector, and where in that run."""
         pieces = self._pieces[unit]
         first = bisect_right(pieces, start, key=lambda piece: piece.unit) - 1
         for piece in pieces[max(first, 0) :]:
@@ -184,19 +184,21 @@ class Exchange:
     """The exchange of a fragment, while in flight.
 
     Attributes:
+        part: the number of the fragment.
         lands: the local step after which the exchange is applied.
-        late: whether local steps continue in the meantime.
+        late: whether local steps continue during the exchange.
         weights: for a late exchange, first this rank's weights at its start, later the change to add to
             this rank's weights.
         shared: the new shared weights of a late exchange.
         lr: the learning rate of a step by signs.
         drift: the measured drift, with an ``AdaptivePeriod``.
-        scratch: `[3, size or more]`, memory for these vectors and for whole moves, reused by a later
+        scratch: `[3, size or more]`, memory for these vectors and for whole updates, reused by a later
             exchange; None until it is needed.
         done: whether the exchange has ended.
         refused: whether the sum contained NaN or Inf.
-        last: whether the exchange delivers all that is left.
-        seen: this rank's count for the exchange; see ``Contributions`` and ``Weight``.
+        last: whether the exchange delivers everything that is left.
+        seen: this rank's count for the exchange; see ``Contributions``.
+        weight, ranks: see ``Weight``.
         carried: an awaitable of the exchange's end, to be awaited once.
     """
 
@@ -217,11 +219,11 @@ class Exchange:
     ranks: float = 1.0
 
     def replace(self) -> None:
-        """Let the new shared weights replace this rank's weights, which began from other weights."""
+        """Let the new shared weights replace this rank's weights, which started from other weights."""
         self.late, self.weights = False, None
 
     def carry(self, carried: Awaitable[None] | None) -> Awaitable[None] | None:
-        """Store the awaitable of the exchange, or None; return the previous one."""
+        """Set the awaitable of the exchange's end, or None; return the previous one."""
         before, self.carried = self.carried, carried
         return before
 
@@ -251,8 +253,8 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields that are needed to apply the exchange after a load."""
-        # A state is taken once all exchanges have settled, when the engine carries none. Scratch
-        # memory is not worth saving.
+        # States are saved when all exchanges have ended, so no awaitable is left. Scratch memory is not
+        # worth saving.
         passing = ("carried", "scratch", "last")
         kept = {name: value for name, value in vars(self).items() if name not in passing}
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
@@ -260,11 +262,11 @@ class Exchange:
 
 @final
 class Scratch:
-    """Memory of exchanges that have landed, for reuse by the next ones.
+    """Memory of exchanges that were applied, for reuse by later ones.
 
-    Only CPU memory is kept.  The kernel clears a fresh page on first touch, which takes longer than all
-    the work done with it here.  A row that is never touched takes no memory.  (GPU memory is already
-    cached by torch's allocator.)
+    Only CPU memory is kept.  The operating system clears a fresh page on first touch, which takes longer
+    than all the work done with it here.  A row that is never touched takes no memory.  (GPU memory is
+    already cached by torch's allocator.)
     """
 
     def __init__(self) -> None:
@@ -281,10 +283,10 @@ class Scratch:
 
 
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
-    """Replace each run of ``chunk`` elements, and the rest, by its orthonormal DCT-II, or undo this.
+    """Replace each run of ``chunk`` elements by its orthonormal DCT-II; with ``back``, undo this.
 
-    Norms and sums over ranks are preserved.  If ``chunk`` is None, nothing changes.  Cost: 2 n
-    chunk operations.
+    The last run may be shorter.  Norms are preserved, and the transform of a sum over ranks is the sum of
+    the transforms.  If ``chunk`` is None, nothing changes.  Cost: ``2 n chunk`` operations.
 
     Example:
         >>> rotate_(torch.ones(6), 4).abs().gt(1e-6).tolist()
@@ -293,9 +295,9 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
     whole = flat.numel() // (chunk or 1) * (chunk or 1)
     for part, size in ((flat[:whole], chunk), (flat[whole:], flat.numel() - whole)):
         if size and part.numel():
-            # basis[i, j] = sqrt(2 / N) cos(pi / N * i * (j + 1/2)), with the first row over sqrt(2),
-            # which makes the inverse equal to the transpose.  It is computed in float64, so that
-            # the cosines of different machines round to the same numbers.
+            # basis[i, j] = sqrt(2 / N) cos(pi / N * i * (j + 1/2)), with the first row divided by
+            # sqrt(2), which makes the inverse equal to the transpose.  It is computed in float64, so
+            # that the cosines of different machines round to the same numbers.
             at = torch.arange(size, dtype=torch.float64, device=flat.device)
             basis = torch.cos(math.pi / size * at[:, None] * (at + 0.5)).mul_(math.sqrt(2 / size))
             basis[0] /= math.sqrt(2)
@@ -307,11 +309,11 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
 class Weights:
     """Weights as a vector that is read and written in parts.
 
-    This class wraps a tensor, which is copied before the first write.  ``ModelWeights`` overrides
-    all of its methods.
+    This class wraps a tensor, and copies it before the first write.  ``ModelWeights`` overrides all of
+    its methods.
 
     Attributes:
-        cure: additional advice in the error after NaN or Inf was exchanged twice.
+        cure: advice to append to the error after NaN or Inf was exchanged twice.
     """
 
     cure = "; give optimizer= if you have not: then its broken moments are dropped"
@@ -328,7 +330,7 @@ class Weights:
         return self.vector[place].clone()
 
     def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield the tensors that form a part of the vector, and their places in it; None means zeros."""
+        """Yield the tensors that form a part of the vector, each after its place; None means zeros."""
         yield slice(0, place.stop - place.start), self.vector[place]
 
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
@@ -345,7 +347,7 @@ class Weights:
         return is_finite(self.vector)
 
     def broken(self) -> str:
-        """Return the name of a part of this rank's weights that is not finite, or "" if none is known."""
+        """Return the name of a tensor of this rank that is not finite, or "" if none is known."""
         return ""
 
     def refused(self, step: int | None) -> NonFiniteGradientError:
@@ -358,4 +360,4 @@ class Weights:
         )
 
     def landed(self, span: slice, shared: Tensor) -> None:
-        """Record that an exchange of a part was applied."""
+        """Record that the exchange of a part of the vector was applied."""

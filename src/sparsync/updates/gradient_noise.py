@@ -1,4 +1,4 @@
-"""Lengthen Adam's steps on each of several ranks, whose gradients are noisier than their average."""
+"""Lengthen Adam's steps on each rank, whose gradients are noisier than the average over ranks."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ __all__ = [
 Counts = dict[Tensor, tuple[Any, float]]
 """By parameter, an optimizer's count of steps: the object in its state (None: any), and its value."""
 
-# Steps that may be lengthened together.  Steps in a row are alike, because moments remember some ten of
-# them; a hundred times the last one would be a leap of mostly its own noise.
+# The number of steps that may be lengthened together.  A few consecutive steps are alike, because moments
+# remember about ten gradients.  To lengthen a hundred steps, the last one would be repeated a hundred
+# times, which would add mostly its own noise.
 TOGETHER: Final = 4
 _MOMENTS: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})  # in the state of Adam and AdamW
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
 _RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
 # elements; joining tensors of up to this size costs no more than Python's overhead per tensor
 _SMALL: Final = 1 << 13
-_JOINED: Final = 64  # how many small tensors are joined at a time
+_JOINED: Final = 64  # number of small tensors that are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
 _FORGETS: Final = 0.98  # factor on older pairs, per pair
 _STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local step
-# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction of
-# all differences, and this many of its own standard errors: where gradients are heavy-tailed or
-# parameters few, a few pairs decide its sum.
+# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction of all
+# differences, and this many of its own standard errors.  If gradients are heavy-tailed, or parameters
+# few, a few pairs of measurements decide its sum.
 _SURE, _ERRORS = 0.1, 4.0
-# relative to a parameter's squares: sums are float32, and the roundoff of some 50 remembered pairs
-# adds up, so that ranks with the same data seem to differ
+# The least difference that counts, relative to a parameter's squares.  Sums are float32, and the roundoff
+# of about 50 remembered pairs adds up, so that ranks with the same data seem to differ.
 _ROUNDOFF: Final = 1e-3
 
 # first and second moment of a parameter, its weights, and the constants of the pass over them
@@ -59,49 +60,52 @@ _Job = tuple[Tensor, Tensor, Tensor, native.Moments]
 
 
 class GradientNoise:
-    """Measures by how much averaging over ranks would shrink the second moment of each parameter.
+    """Measures how much noisier a single rank's gradients are than their average over all ranks.
 
-    A gradient is a signal s, common to all ranks, plus noise n from the rank's own batch.  The average
-    over P ranks has squares ``s^2 + n^2 / P``, and a single rank's gradient ``s^2 + n^2``.  The
-    quotient, from 1 / P (pure noise) to 1, is the parameter's ``share``.  It is measured by actually
-    averaging a few numbers per parameter, which are sent along with the model's buffers and cost no
-    extra round.  These numbers are sums p of the gradient's elements with random signs, for which ``E
-    |p|^2 = |g|^2`` regardless of the distribution of the elements.  (Sampling elements would not do: a
-    few of them hold most of the squares.)  A rank's own squares are also taken from its sums, so chance
-    affects both sides of the quotient alike.  Squares are remembered for as long as Adam's v remembers
-    them.  At first, v consists of a few gradients that all ranks had in common; steps that are
-    lengthened before v has forgotten these are too long.
+    ``correct`` and ``lengthen`` need this to make steps as long as those of dense training.
 
-    A single rank cannot measure this.  Its first moment reveals which part of the gradient *lasts*, but
-    not a part that all ranks share although its sign changes from step to step; such a part exists
-    along the steepest directions at every useful rate.  Mistaken for noise, this part would be
-    lengthened as well, which costs up to 15 % of loss at dense Adam's best rate.
+    A gradient is a signal s, common to all ranks, plus noise n from the rank's own batch.  The squares of
+    the average over P ranks are ``s^2 + n^2 / P``, and those of a single rank's gradient ``s^2 + n^2``.
+    Their quotient, from 1 / P (pure noise) to 1, is the parameter's ``share``.
 
-    Two consecutive measurements use the same signs.  Their noise is independent, so the product of the
-    two reveals the part of gradients that *lasts*: ``E p p' = s^2`` for the average, and ``s^2 + d^2``
-    for single ranks, where d is the lasting difference between a rank's gradients and the average, caused
-    by its data.
+    *Measurement.*  Ranks average a few numbers per parameter, which travel with the model's buffers and
+    cost no extra round.  These numbers are sums p of the gradient's elements with random signs, for which
+    ``E |p|^2 = |g|^2``, whatever the distribution of the elements.  (A sample of elements would not do,
+    because most of the squares come from a few elements.)  A rank's own squares are computed from the
+    same sums, so chance affects both sides of the quotient alike.  Squares are remembered for as long as
+    Adam's v remembers them.  At first, v consists of a few gradients that all ranks had in common; steps
+    that are lengthened before v has forgotten these are too long.
 
-    In an embedding, and in an output layer over its tokens, the share differs from row to row: a rare
-    token's row has gradients on one rank at a time (share 1 / P), and a common one's on all of them.  So
-    these matrices are also measured ``by_rows``, by one random sum per row; the common tokens' rows would
-    otherwise decide the length of all steps.
+    *Why ranks must cooperate.*  A single rank's first moment reveals which part of the gradient *lasts*.
+    But it does not reveal a part that all ranks share and whose sign changes from step to step.  At every
+    useful learning rate, such a part exists along the steepest directions.  If it were mistaken for
+    noise, it would be lengthened as well, which costs up to 15 % of loss at dense Adam's best rate.
 
-    For optimizers whose step length does not depend on the gradient's (``step_length.lengthen``), steps
-    are measured in the same way instead of gradients.
+    *Agreement.*  Two consecutive measurements use the same signs.  Their noise is independent, so the
+    product of the two reveals the part of gradients that lasts: ``E p p' = s^2`` for the average, and
+    ``s^2 + d^2`` for single ranks.  Here d is the lasting difference between a rank's gradients and the
+    average, caused by its data.
+
+    *Rows.*  In an embedding, and in an output layer over its tokens, the share differs from row to row: a
+    rare token's row has gradients on one rank at a time (share 1 / P), and a common token's row on all of
+    them.  These matrices are therefore also measured ``by_rows``, with one random sum per row.
+    Otherwise the rows of common tokens would decide the length of all steps.
+
+    *Steps.*  Some optimizers make steps whose length does not depend on the size of the gradient
+    (``step_length.lengthen``).  For these, steps are measured in the same way instead of gradients.
 
     Args:
-        memory: Adam's second beta by parameter, in the same order on all ranks; of a shard, only the
-            elements on this rank are measured.
+        memory: Adam's second beta by parameter, in the same order on all ranks.  If a parameter is
+            sharded, only the elements on this rank are measured.
         by_steps: the parameters whose steps are measured instead of gradients.
-        by_rows: the matrices each of whose rows has a share of its own.
+        by_rows: the matrices in which each row gets its own share.
 
     Attributes:
         values: `[66 parameters + 2 rows]`, float32, on the first parameter's device: for each parameter
             64 sums of gradients, the sum of their squares, and in every second measurement the sum of
-            products with the last sums; then the sums of rows, and their squares.
-        shares: by parameter, from 0 to 1; `[rows, 1]` if it is in ``by_rows``; empty until the first
-            measurement.
+            products with the previous sums; then the sums of rows, and their squares.
+        shares: the share of each parameter, from 0 to 1, or `[rows, 1]` shares if it is in ``by_rows``;
+            empty until the first measurement.
         steps: the last steps of the parameters in ``by_steps``.
 
     Cost: 66 numbers per parameter and 2 per row in an exchange, copied to the host once; one pass over
@@ -136,24 +140,25 @@ class GradientNoise:
         self._of_rows = self.values[table:].view(2, -1)
         self._last = torch.zeros_like(self._table)  # this rank's previous sums, with the same signs
         self._common = torch.zeros(len(self._parameters), _SIDE * _SIDE, dtype=torch.float64)
-        # sums of squares: the lasting part common to all ranks, the lasting part particular to single
-        # ranks, and all differences between ranks; then the square of the second's standard error
+        # Sums of squares: of the lasting part that all ranks have in common, of the lasting part
+        # particular to single ranks, and of all differences between ranks.  The fourth number is the
+        # squared standard error of the second one.
         self._lasting, self._pairs = torch.zeros(4, dtype=torch.float64), 0
         # for each parameter, the squares of the average, and the mean of the single ranks' squares
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
         self._row_squares = torch.zeros(2, ends[-1], dtype=torch.float64)
         self._measured, self._step = 0, 0
         self.shares: dict[Tensor, float | Tensor] = {}
-        # by parameter, the optimizer's count of steps at the last correction
+        # the optimizer's count of steps at the last correction, by parameter
         self.counts: Counts = {}
         self._held: dict[Tensor, Tensor] = {}
 
     def hold(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep references to gradients until they are sampled, because scripts may drop them earlier.
 
-        Memory: n elements, on steps that are sampled, of scripts that free each gradient at once.
+        Memory: n elements on steps that are sampled, if the script frees each gradient at once.
         """
-        # e.g. after each of several optimizers, or in the ``step`` of a subclass
+        # a script may drop them e.g. after each of several optimizers, or in the ``step`` of a subclass
         for group in optimizer.param_groups:
             self._held |= {p: p.grad for p in group["params"] if p.grad is not None}
 
@@ -164,7 +169,7 @@ class GradientNoise:
         Parameters that a GradScaler has ``skipped`` are left out: their gradients contain Inf on this
         rank, or are still scaled.
         """
-        # v decays by beta2 in every local step, so local steps count here rather than exchanges
+        # v decays by beta2 in every local step, so squares decay here by local steps, not by exchanges
         self._squares.mul_(self._memory ** (step - self._step))
         self._row_squares.mul_(self._row_memory ** (step - self._step))
         self._step = step
@@ -172,10 +177,10 @@ class GradientNoise:
         draw = torch.Generator()  # on the CPU, so the signs do not depend on the device
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self._table, self._parameters, strict=True)):
-            # Each parameter has its own seed.  Tensor-parallel ranks hold shards of different sizes
-            # between parameters that are whole on all of them; the latter need the same signs
-            # everywhere, because their copies must make equal steps.  With // 2, pairs of
-            # measurements share their signs.
+            # Each parameter has its own seed.  Tensor-parallel ranks hold shards of different sizes, and
+            # among these, parameters that are whole on all of them.  Whole parameters need the same signs
+            # everywhere, because their copies must make equal steps.  With // 2, the two measurements of
+            # a pair share their signs.
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
             gradient = None
             if parameter not in left_out:
@@ -191,8 +196,9 @@ class GradientNoise:
         table[:, -2] = table.square().sum(1)
         if self._measured % 2:
             table[:, -1] = (table * self._last)[:, :-2].sum(1)
-        # A gradient may contain Inf if something other than a GradScaler skipped the step.  Its sums are
-        # sent with the weights, and must not make ranks refuse an exchange of finite weights.
+        # A gradient may contain Inf if something other than a GradScaler skipped the step.  Sums are
+        # sent with the weights, so a sum that is not finite would make ranks refuse the exchange of
+        # finite weights.
         table.copy_(torch.where(torch.isfinite(table).all(1, keepdim=True), table, 0.0))
         self._last.copy_(table)
         self._of_rows[1] = self._of_rows[0].square()
@@ -207,8 +213,8 @@ class GradientNoise:
         sums, of_ranks, products = values[:, :-2], values[:, -2], values[:, -1]
         of_average = sums.square().sum(1)
         if self._measured % 2:
-            # Units measured by their steps are left out: a step carries old batches along, so what
-            # seems to last may be the noise of a single batch.
+            # Parameters measured by their steps are left out: momentum spreads a batch over several
+            # steps, so the noise of a single batch would seem to last.
             common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
             # differences are relative to each parameter's squares, so all parameters weigh the
@@ -219,9 +225,9 @@ class GradientNoise:
             self._pairs += int(known.any())
         self._common = sums.clone()
         self._measured += 1
-        # Steps shrink with the rate, so their squares are normalised per measurement, and all
-        # measurements weigh the same.  Squares of gradients are not normalised, because v sums them as
-        # they are.
+        # Steps shrink with the learning rate, so their squares are normalised in each measurement, which
+        # gives all measurements the same weight.  Squares of gradients are not normalised, because v does
+        # not normalise them either.
         unit = torch.where(self._by_steps & (of_ranks > 0), of_ranks, 1.0)
         self._squares.add_(torch.stack([of_average, of_ranks]) / unit)
         self._row_squares.add_(torch.stack([of_rows[0].square(), of_rows[1]]))
@@ -229,7 +235,7 @@ class GradientNoise:
 
     @property
     def agreement(self) -> float | None:
-        """The fraction of lasting gradients that is common to all ranks, in [0, 1]; None if unknown.
+        """The fraction of the lasting part of gradients that is common to all ranks; None if unknown.
 
         The fraction is 1 if ranks draw from the same data, however noisy, and 0 if they pull in
         directions that cancel out.
@@ -250,12 +256,12 @@ class GradientNoise:
         self.shares.update(named)
         for parameter, rows in self._rows.items():
             of_average, of_ranks = self._row_squares[:, rows]
-            # a row that has had no gradient yet gets the share of the whole
+            # a row that has had no gradient yet gets the share of the whole matrix
             of_rows = _quotients(of_average, of_ranks, named[parameter])
             self.shares[parameter] = of_rows.float()[:, None].to(local_of(parameter).device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measurements, and this rank's samples, which an exchange in flight may need."""
+        """Return the measurements and this rank's sums, which an exchange in flight may need."""
         named = ("squares", "row_squares", "last", "common", "lasting")
         kept = {name: getattr(self, f"_{name}").clone() for name in named}
         counts = {"measured": self._measured, "step": self._step, "pairs": self._pairs}
@@ -297,23 +303,23 @@ class GradientNoise:
 
 
 def _gradient_of(parameter: Tensor, held: Tensor | None = None) -> Tensor | None:
-    """Return this rank's part of a dense gradient, or of the one ``held``, as Adam sees it, or None."""
+    """Return this rank's part of a gradient, or of the one ``held``, as Adam sees it; None if sparse."""
     gradient: Any = held if parameter.grad is None else parameter.grad
     if gradient is None or gradient.is_sparse:
         return None
     placements = getattr(parameter, "placements", None)
     if getattr(gradient, "placements", None) != placements:
-        # torch 2.13 leaves the sum over tensor-parallel ranks to the consumer (``Partial``).  The squares
-        # must be those of the gradient, not of one rank's addend.
+        # torch 2.13 leaves the sum over tensor-parallel ranks to the code that reads the gradient
+        # (``Partial``).  The gradient's squares are needed, not those of one rank's addend.
         gradient = gradient.redistribute(placements=placements)
     return local_of(gradient.detach())
 
 
 def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
     """Return sums of elements with random signs, over a matrix's rows and then over every 8th column."""
-    # An element's sign is the product of a sign per row (drawn 8 times) and a sign per column,
-    # which takes two small draws and one matrix product.  With a single draw per row, low-rank
-    # gradients were too noisy (design notes).
+    # An element's sign is the product of a sign of its row (8 of which are drawn, for 8 sums) and a sign
+    # of its column.  This takes two small draws and one matrix product.  With a single sign per row, sums
+    # of low-rank gradients were too noisy (design notes).
     matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
     height, width = matrix.shape
     rows, columns = (
@@ -332,16 +338,16 @@ def _row_sums(gradient: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def _quotients(of_average: Tensor, of_ranks: Tensor, otherwise: float = 1.0) -> Tensor:
-    """Return shares; ``otherwise`` where there was no gradient."""
+    """Return shares, i.e. quotients of squares; ``otherwise`` for parameters without a gradient."""
     shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), otherwise)
-    # Transports differ in the order of a sum, and so in its last bit, which must not affect the
+    # Transports add in different orders, so the last bit of a sum differs, which must not affect the
     # steps. Shares are therefore rounded to 64 values per octave: training over MPI is
     # bit-identical to training over gloo unless a share falls right between two of these values.
     return (shares.log2() * 64).round().div(64).exp2().clamp(max=1.0)
 
 
 def corrects(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``correct`` handles an optimizer: torch's Adam and AdamW, without amsgrad."""
+    """Return whether ``correct`` handles an optimizer: torch's Adam or AdamW, without amsgrad."""
     return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not all(
         group["amsgrad"] for group in optimizer.param_groups
     )
@@ -366,8 +372,9 @@ def noise_of(
     }
     steps = {parameter for one in several for parameter, *_ in of_own_length(one)}
     if first := next(filter(corrects, several), None):
-        # ``add_param_group`` may give it those that no optimizer holds yet, as they are unfrozen.  Steps
-        # are not remembered ahead of that, because this would take a copy of such weights.
+        # Parameters that no optimizer holds yet may be given to Adam later, by ``add_param_group`` when
+        # they are unfrozen, so their gradients are measured.  Their steps are not remembered for
+        # ``lengthen``, because this would take a copy of such weights.
         held = {p for one in several for group in one.param_groups for p in group["params"]}
         beta = first.defaults["betas"][1]
         memory |= {parameter: beta for parameter in trained.values() if parameter not in held}
@@ -379,12 +386,12 @@ def noise_of(
 
 
 def _of_tokens(model: nn.Module) -> set[Tensor]:
-    """Return embeddings, and an output layer that has as many rows as one of them."""
+    """Return the weights of embeddings, and of an output layer with as many rows as one of them."""
     named = dict(model.named_parameters())
     found = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
     tokens = {len(one) for one in found}
-    # Not over classes, which all ranks see at once.  In other matrices, shares of rows cost a vision
-    # transformer 4 points of loss (design notes).
+    # An output layer over classes does not count, because all ranks see all classes in every batch.
+    # Shares per row in other matrices cost a vision transformer 4 points of loss (design notes).
     output = (named[name] for name in output_parameters(model))
     return found | {one for one in output if one.dim() == 2 and len(one) in tokens}
 
@@ -392,7 +399,7 @@ def _of_tokens(model: nn.Module) -> set[Tensor]:
 def with_moments(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield parameters that Adam or AdamW has stepped without ``amsgrad``, with their state and group."""
+    """Yield parameters that Adam or AdamW has stepped without amsgrad, with their state and group."""
     for group in optimizer.param_groups if corrects(optimizer) else ():
         for parameter in group["params"] if not group["amsgrad"] else ():
             # a subclass may keep other moments, or none
@@ -409,36 +416,40 @@ def correct(
     counts: Counts | None = None,
     steps: int = 1,
 ) -> None:
-    """Lengthen the last ``steps`` as if they had used the second moment of averaged gradients.
+    """Lengthen Adam's last ``steps`` as if they had used the second moment of averaged gradients.
 
-    The average of a parameter's gradients over P ``ranks`` has k times the squares of a single rank's
-    gradient (``shares``, see ``GradientNoise``).  Dense training divides by the root of ``k v``, but a
-    rank divides by the root of its own v, and makes steps up to sqrt(P) times shorter:
+    The squares of a parameter's average gradient over P ``ranks`` are k times those of a single rank's
+    gradient.  k is the parameter's share (``shares``, see ``GradientNoise``).  Dense training divides by
+    the root of ``k v``, but a rank divides by the root of its own v, so its steps are up to sqrt(P) times
+    shorter.  This function adds the difference:
 
         w -= lr m (1 / (sqrt(k v) + eps) - 1 / (sqrt(v) + eps)),    1 / P <= k <= 1
 
     where both moments are bias-corrected.  Adam's own moments are not changed, and nothing is divided
-    by the rate, so any schedule works.
+    by the learning rate, so any schedule works.
 
-    Several steps are lengthened together, just before they are exchanged, as if each had been the last
-    one.  Until then a rank's weights lie up to sqrt(P) times closer to those of the others, and so do the
-    points at which it takes its gradients: most of what lengthening adds is this rank's own noise.
-    (With every step lengthened at once, 16 ranks lost 2.7 % where they now lose 1.3; design notes.)
+    Several steps are lengthened together, just before they are exchanged, as if each had been equal to
+    the last one.  Most of the length that is added is a rank's own noise.  Without it, ranks' weights lie
+    up to sqrt(P) times closer together until the exchange, and so do the points at which they take their
+    gradients.  (With every step lengthened at once, 16 ranks lost 2.7 % where they now lose 1.3; design
+    notes.)
 
-    A step that the optimizer was told to skip is not corrected.  Of each parameter, only the steps since
-    its count in ``counts`` are, which is updated: a subclass may step on some of its calls only.
+    A step that the optimizer was told to skip is not corrected.  For each parameter, only the steps since
+    its count in ``counts`` are corrected, because a subclass may step on some of its calls only.  The
+    counts are updated.
 
     Cost: one pass, which reads three tensors and writes one.  If steps are counted on a device
     (``fused``, ``capturable``), the host waits for the counts once.
     """
     counts = {} if counts is None else counts
     # Steps are counted even without shares and gradients: the first share may become known just before a
-    # call that does not step, and the optimizer may have dropped the gradients of its step.
+    # call that does not step, and the optimizer may have dropped the gradients of an earlier step.
     stepped = [] if found_inf(optimizer) or ranks <= 1 else list(with_moments(optimizer))
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
         known, before = counts.get(parameter, (None, -1.0))
-        # the same tensor, and no fewer steps, because a state that was loaded or dropped counts anew
+        # A count is comparable only if it is the same tensor, and has not decreased: a state that was
+        # loaded or dropped counts anew.
         if 0 <= before <= step and (known is None or known is state["step"]):
             short = min(step - before, steps)
         else:
@@ -452,7 +463,7 @@ def correct(
         rate = -float(group["lr"]) * short / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
         tensors, eps = (*moments, local_of(parameter)), float(group["eps"])
-        # by chance, a measured share may be below 1 / P, the share of pure noise
+        # by chance, a measured share may be below the least possible one, 1 / P, that of pure noise
         if isinstance(share, Tensor):
             factors = share.clamp(min=1 / ranks).mul_(own)
             _lengthen_rows(*tensors, factors, (own, own, eps, rate))
@@ -462,7 +473,10 @@ def correct(
 
 
 def _shortened(share: float | Tensor | None) -> bool:
-    """Return whether averaging shortens a parameter's gradient; of rows, without waiting for a device."""
+    """Return whether averaging shortens a parameter's gradient; shares of rows are not looked at.
+
+    They are on the device, and the host should not wait for it.
+    """
     return isinstance(share, Tensor) or (share is not None and share < 1)
 
 
@@ -472,8 +486,8 @@ def found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
-    """Return the learning rate shared by all groups, for a step by signs."""
-    # one rate serves the whole vector, because the outer step does not distinguish groups
+    """Return the learning rate of all groups, for an outer step by signs."""
+    # all groups need the same rate, because an outer step does not distinguish groups
     rates = {float(group["lr"]) for one in optimizers for group in one.param_groups}
     require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same")
     return rates.pop()
@@ -482,12 +496,15 @@ def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
 def drop_broken(
     optimizers: Iterable[torch.optim.Optimizer], on_any_part: Callable[[bool], bool]
 ) -> None:
-    """Drop optimizer states that are not finite; if one part of a replica has any, all parts drop all."""
+    """Drop optimizer states that contain NaN or Inf.
+
+    If any part of a replica has such a state, all parts drop all states.
+    """
     states = [state for one in optimizers for state in one.state.values()]
     tensors = [[v for v in s.values() if isinstance(v, Tensor)] for s in states]
     broken = [not all(map(is_finite, values)) for values in tensors]
-    # A parameter may lie on several parts, which must step it alike.  A part does not know which states
-    # are broken on other parts, so all parts drop all of them.
+    # Several parts may hold the same parameter, and must step it alike.  A part does not know which
+    # states are broken on the others, so all parts drop all states.
     everything = on_any_part(any(broken))
     for state, here in zip(states, broken, strict=True):
         if here or everything:
@@ -530,7 +547,7 @@ def _pass_over(jobs: Iterable[_Job]) -> None:
 def _lengthen_rows(
     first: Tensor, second: Tensor, weights: Tensor, factors: Tensor, numbers: native.Moments
 ) -> None:
-    """Lengthen a step with a factor per row, `[rows, 1]`, in place of the first of ``numbers``."""
+    """Lengthen a step with ``factors``, one per row, `[rows, 1]`, instead of the first of ``numbers``."""
     tensors = first, second, weights, factors
     dense, backend = all(tensor.is_contiguous() for tensor in tensors), backend_of(*tensors)
     if dense and backend is native:
@@ -556,9 +573,8 @@ def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Mo
         fused = importlib.import_module("sparsync.kernels.triton_moves")
         fused.lengthen_(first, second, weights, numbers)
     elif dense:
-        # The pass works in runs.  On a CPU, temporaries of the size of a large tensor would be
-        # fresh memory, and clearing its pages takes longer than the arithmetic.  On a device, they
-        # might not fit.
+        # The pass works in runs.  On a CPU, large temporary tensors would be fresh memory, and clearing
+        # its pages takes longer than the arithmetic.  On a device, they might not fit.
         most = _RUN if weights.is_cpu else run_length(weights)
         parts = (torch.split(tensor.view(-1), most) for tensor in tensors)
         for one, other, run in zip(*parts, strict=True):

@@ -1,9 +1,9 @@
-"""Decide whether the vectors of an exchange of updates live on the accelerator or in host memory.
+"""Decide which vectors of an exchange of updates live on the accelerator, and which in host memory.
 
 Besides the model, a rank keeps the shared weights and the residual, with one float per parameter each,
-and an outer momentum if there is one.  An exchange reads and writes each vector once, in runs.  In host
-memory, a vector therefore costs two copies over the bus per exchange.  The device then needs no memory
-that grows with the model, except for messages of a few bits per element.
+and an outer momentum if there is one.  An exchange reads and writes each vector once, in runs.  A vector
+in host memory therefore costs two copies over the bus per exchange.  If all of them are there, attaching
+takes no memory on the device that grows with the model, except for messages of a few bits per element.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparsync.updates.weights import ModelWeights
 __all__ = ["Offload", "free_bytes", "offloaded"]
 
 _WORD: Final = 4  # bytes of an element of the shared weights
-_STATE: Final = 8  # bytes per parameter of Adam's moments, which most optimizers do not exceed
+_STATE: Final = 8  # bytes per parameter of Adam's moments; few optimizers need more
 
 
 class Offload(NamedTuple):
@@ -33,11 +33,11 @@ class Offload(NamedTuple):
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device that tensors can still take; None if it is unknown."""
+    """Return how many bytes of a device's memory tensors can still take; None if unknown."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    # torch's allocator can also give out memory that it has reserved and that is not in use
+    # the memory that torch's allocator has reserved, but not given out, is available as well
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
@@ -68,8 +68,7 @@ def offloaded(
     if asked:
         return Offload(residual=True, shared=True)
     free, size = free_bytes(device), layout.end
-    # training itself still needs memory: for gradients, and for optimizer states, which the first
-    # step creates
+    # training will need memory for gradients, and for optimizer states unless they exist already
     expected = size * weights.itemsize
     expected += size * _STATE * (not any(one.state for one in optimizers))
     lacks = free is not None and free < size * _WORD + expected

@@ -1,4 +1,4 @@
-"""The outer step as an averaging scheme: applied to a model by hand, and to vectors in simulations."""
+"""The outer step as an averaging scheme, applied to a model by hand, or to vectors in simulations."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _SETTINGS: Final = tuple(field.name for field in fields(OuterStep))
 
 @final
 class OuterAverager(Averager):
-    """Averages models by an outer step, with the settings of ``OuterStep`` given by name.
+    """Averages models by an outer step, with the settings of ``OuterStep`` as keyword arguments.
 
-    ``attach`` runs the same engine with hooks, on a separate thread.
+    ``attach`` runs the same engine on a separate thread, driven by hooks.
 
     Args:
         model: its parameters name the units; without a model there is a single unit.
@@ -66,7 +66,7 @@ class OuterAverager(Averager):
     References: as ``OuterStep``.
     """
 
-    # needed by the tables of schemes, which list settings and their defaults
+    # the tables of schemes list settings and their defaults by this signature
     __signature__ = inspect.Signature(
         [
             inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
@@ -82,11 +82,10 @@ class OuterAverager(Averager):
         self.settings = OuterStep(**own)
         self._engine: OuterEngine | None = None
         self._loaded: Mapping[str, Any] | None = None
-        # created only once, because the engine holds a weak reference; ``hold`` gives it each
+        # created only once, because the engine holds a weak reference to it; ``hold`` wraps each
         # step's vector
         self._weights = Weights()
         self._shows = False  # whether the model holds the shared weights
-        # the exchange detects NaN on all ranks
         rule = given.pop("nonfinite", "spread")
         require(
             rule == "spread",
@@ -94,7 +93,7 @@ class OuterAverager(Averager):
             "and Inf on all ranks",
         )
         super().__init__(model, nonfinite="spread", **given)
-        if self._binding:  # not only in ``begin``, because a state may be loaded earlier
+        if self._binding:  # here, not only in ``begin``, because a state may be loaded before that
             trained = self._binding.trained.values()
             self.settings = self.settings.for_size(sum(p.numel() for p in trained))
         bound = self._binding and self._binding.optimizer
@@ -134,7 +133,7 @@ class OuterAverager(Averager):
         return self.settings.first_period if self._engine is None else self._engine.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 if there are local steps between exchanges, in which ranks train alone."""
+        """Return 1 if there are local steps between exchanges, because ranks then train alone."""
         return world_size if self.global_period == 1 else 1
 
     # ---- the algorithm -----------------------------------------------------------------------------
@@ -144,7 +143,7 @@ class OuterAverager(Averager):
         return {"model": vector} if self._binding is None else self._binding.trained
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Plan the units; adopt a loaded state, or take the vector as the common starting point."""
+        """Plan the units; adopt a loaded state, or take the vector as the common start of all ranks."""
         bound, trained = self._binding, self.parts(vector)
         self.settings = settings = self.settings.for_size(sum(p.numel() for p in trained.values()))
         output = output_parameters(bound.model) if settings.chosen.output and bound else ()
@@ -171,7 +170,7 @@ class OuterAverager(Averager):
             )
             engine.restore(loaded, None)
             await restore_reducer(reducer, loaded["reducer"])
-        # keep the loaded state until all ranks have adopted theirs, so that ``begin`` can be retried
+        # the loaded state is kept until all ranks have adopted theirs, so that ``begin`` can be retried
         self._engine, self._loaded = engine, None
         self.memory = engine.memory
         self._weights.hold(torch.zeros(0))
@@ -194,7 +193,7 @@ class OuterAverager(Averager):
 
     @contextmanager
     def _holding(self, vector: Tensor) -> Iterator[None]:
-        """Let the engine read and write a vector; afterwards no reference to it remains."""
+        """Let the engine read and write a vector, to which no reference remains afterwards."""
         self._weights.hold(vector)
         try:
             yield
@@ -204,7 +203,7 @@ class OuterAverager(Averager):
     # ---- applied to a model ------------------------------------------------------------------------
 
     def _close_books(self, comm: Communicator) -> None:
-        """Do nothing, because the reducer closes the ledger's step after every exchange."""
+        """Do nothing: the reducer ends the ledger's step after every exchange."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -231,7 +230,7 @@ class OuterAverager(Averager):
         return {**reducer_stats(self.reducer, self.steps), **here, **own}
 
     def _count(self, comm: Communicator) -> None:
-        """Count the exchanges that end with this step; with a delay, they started ``delay`` steps ago."""
+        """Count the exchanges that end with this step, which started ``delay`` steps ago."""
         while self.participation.averages < self.reducer.step:
             self.participation.note(self.settings.delay, comm.world_size)
 
@@ -278,12 +277,12 @@ class OuterAverager(Averager):
     def restore(self, content: Mapping[str, Any]) -> None:
         """Adopt a saved state; the engine adopts its part when the first step begins."""
         require(not self._shows, f"a state was loaded {_SHOWN}")
-        # the engine needs a communicator to start; until then, keep the state as it was given
+        # the engine cannot start without a communicator, so the state is kept until then
         self.steps = int(content["steps"])
         memory = {name: vector.clone() for name, vector in content["memory"].items()}
         self._loaded = None if content["reducer"] is None else {**content, "memory": memory}
-        # keep an existing engine, whose numbers ``stats`` reports, until all ranks create a new one
-        # in the next step
+        # An existing engine adopts the state at once, because ``stats`` reports its numbers.  All ranks
+        # create a new engine in the next step.
         if self._engine is not None and self._loaded is not None:
             self._engine.restore(self._loaded, None)
             self.memory = self._engine.memory

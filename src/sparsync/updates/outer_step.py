@@ -21,9 +21,9 @@ from sparsync.updates.periods import AdaptivePeriod, warm_exchanges
 
 __all__ = ["OuterStep"]
 
-_PAIR_BITS = 64  # of an index and a value together
-_PERIOD = 2  # local steps between exchanges of the default
-_MOST_WARM = 10**6  # limit on warm-up steps, because their exchanges are listed
+_PAIR_BITS = 64  # bits of an index and a value together
+_PERIOD = 2  # the default's local steps between exchanges
+_MOST_WARM = 10**6  # limit on warm-up steps, because ``warm`` lists those that exchange
 
 
 def _in_bits(bits: int) -> Algorithm:
@@ -34,9 +34,9 @@ def _in_bits(bits: int) -> Algorithm:
 @naming_options
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OuterStep:
-    """Exchanges the moves of ``period`` local steps, compressed; an outer SGD applies them.
+    """The settings of an outer step, by which ranks exchange the updates of ``period`` local steps.
 
-    ::
+    Updates are exchanged compressed, and an outer SGD applies their average to the shared weights::
 
         accumulated = decay * residual + (shared - weights)    every ``period`` steps
         delivered, total = exchange(accumulated)               select, encode, sum
@@ -45,55 +45,57 @@ class OuterStep:
         weights = shared                                       ``residual="apart"``
         weights = shared - residual                            ``residual="weights"``, attach's default
 
-    A move has the sign of a gradient: it is positive where weights have decreased.  With
-    ``residual="weights"``, the residual stays in the rank's own weights, where the next gradients see
-    it, so undelivered mass is not stale on its own rank.  With Adam this setting keeps up with dense
-    training (``benchmarks/adam.md``).
+    An update, ``shared - weights``, has the sign of a gradient: it is positive where weights have
+    decreased.  With ``residual="weights"``, the residual stays in the rank's own weights, where the next
+    gradients see it, so undelivered mass is not stale on its own rank.  With Adam this setting keeps up
+    with dense training (``benchmarks/adam.md``).
 
     Buffers in the vector, and moments with ``OuterAverager(moments="average")``, are averaged in full,
     without outer learning rate and momentum.
 
-    If the sum contains NaN or Inf, no rank applies it: all return to the weights that they had after
-    the last exchange, residuals keep their values, and broken state of ``optimizer`` is dropped.  A
-    second such exchange in a row raises ``NonFiniteGradientError``.
+    If the sum contains NaN or Inf, no rank applies it.  All ranks return to the weights that they had
+    after the last exchange, residuals keep their values, and optimizer states that contain NaN or Inf are
+    dropped.  A second such exchange in a row raises ``NonFiniteGradientError``.
 
     With ``fragments``, a part of the model is exchanged every ``period / fragments`` steps.  With
     ``delay``, local steps continue during an exchange and are added to its result.
 
     Args:
-        algorithm: a preset's name or an ``Algorithm``; sums are divided by world_size, even
-            if it has ``average=False``.  None means "quantised" in blocks of 512, with as many bits
-            as suit the size of the model (``default_bits``).
-        density: k / n of the index-value pairs sent in an exchange.
+        algorithm: a preset's name or an ``Algorithm``.  Its sums are divided by world_size, even
+            if it has ``average=False``.  None means "quantised" in blocks of 512, with a number of bits
+            that suits the size of the model (``default_bits``).
+        density: fraction k / n of the entries that are sent in an exchange, as index-value pairs.
         period: local steps between exchanges, H.  None means 1 for sparse algorithms.  For algorithms
-            that send every element, None means the period at which the bytes per step equal those of
-            pairs at this density.  With ``algorithm=None``, it means 2, or 1 for models below a million
+            that send every element, None means the period at which a step costs as many bytes as pairs
+            at this density would.  With ``algorithm=None``, it means 2, or 1 for models below a million
             elements.  An ``AdaptivePeriod`` follows the measured drift.
-        fragments: number of runs of parameters, of about equal size, exchanged in turn within a period.
+        fragments: number of parts of about equal size in which the model is exchanged, in turn within a
+            period.  Each part is a run of whole parameters.
         delay: local steps from the start of an exchange until it is applied; less than the period.
-        warmup_steps: the number of initial steps, in which the period doubles from 1 to H in equal
-            parts, because local steps cost most while weights move fast.
+        warmup_steps: length of the warm-up, whose equal parts have the periods 1, 2, 4, ..., H.  Local
+            steps without an exchange cost most in the beginning, while weights change fast.
         residual: "apart": all ranks continue from equal weights, as in the papers; or "weights".
         outer_lr: the outer learning rate, > 0; 1 means averaging.
         momentum: the outer momentum, in [0, 1); None means 1 - 1 / world_size, as in BMUF.
         nesterov: use Nesterov's outer momentum, as in ``torch.optim.SGD``.
         residual_decay: factor on the residual at every exchange, in [0, 1].
-        noise_correction: lengthen Adam's steps, as if they used the second moment of averaged gradients
-            (``gradient_noise.correct``), and the steps of optimizers whose step length does not depend
-            on the gradient's, so the average is as long as one step (``step_length.lengthen``).  Only
-            for ``attach``, which knows the optimizer.
-        dct: exchange the moves, and keep the residual, as cosine coefficients of runs of this many
+        noise_correction: lengthen the steps of Adam, as if they used the second moment of averaged
+            gradients (``gradient_noise.correct``).  Also lengthen the steps of optimizers whose step
+            length does not depend on the size of gradients, so that the average of all ranks' steps is as
+            long as one rank's step (``step_length.lengthen``).  Only ``attach`` can do this, because it
+            knows the optimizer.
+        dct: exchange the updates, and keep the residual, as cosine coefficients of runs of this many
             elements (``rotate_``); None for no transform.  Ranks must compute bit-identical transforms.
         sign: step in the direction of the signs of the average, by ``outer_lr`` times the optimizer's
-            learning rate, which all ranks and groups must share (without optimizer: rate 1).
+            learning rate, which all ranks and groups must share.  Without an optimizer, the rate is 1.
 
-    Cost: one exchange of the algorithm every ``period`` steps.  Memory: residual and shared weights, 2
-    n elements, and n with momentum.  An exchange by ``quantised`` works in runs of 1 MB (64 on an
-    accelerator) and holds its messages: 3 n elements, in the bits that are sent.  Other algorithms and
-    ``dct`` take n more elements, and ``delay`` takes three times the largest fragment.
+    Cost: one exchange of the algorithm every ``period`` steps.  Memory: 2 n elements for the residual and
+    the shared weights, and n more with momentum.  An exchange by ``quantised`` works in runs of 1 MB (64
+    on an accelerator) and holds its messages: 3 n elements of as many bits as are sent.  Other algorithms
+    and ``dct`` take n more elements, and ``delay`` takes three times the largest fragment.
     State: ``memory`` with the vectors ``shared`` and ``momentum``; ``OuterState``; the reducer's state.
-    Differs from the paper: ``finish`` delivers everything left, dense and without momentum: the residuals
-    and the moves of an unfinished period.  With ``sign``, this is one more step in their direction.
+    Differs from the paper: ``finish`` delivers all residuals and the updates of an unfinished period,
+    dense and without momentum.  With ``sign``, this is one more step in their direction.
 
     Example:
         >>> OuterStep(algorithm="quantised", density=0.1).described()["period"]
@@ -121,7 +123,7 @@ class OuterStep:
     sign: bool = False
 
     def __post_init__(self) -> None:
-        # each rank checks its own arguments, before anything is sent
+        # each rank checks its own arguments before anything is sent
         check_number_fields(self)
         period, given = self.period, vars(self)
         first = period.least if isinstance(period, AdaptivePeriod) else period
@@ -168,7 +170,7 @@ class OuterStep:
             algorithm = _in_bits(default_bits(LARGE))  # until ``for_size``
         # undivided sums, as in SparCML, would act as an outer_lr of world_size
         chosen = replace(resolve(algorithm), average=True, make_dense=Changing)
-        # units of different fragments are selected at different times, so they cannot share one k
+        # entries of different fragments are selected at different times, so units cannot share one k
         return chosen if self.fragments == 1 else replace(chosen, shared=False)
 
     @property
@@ -185,9 +187,9 @@ class OuterStep:
             return self.period
         if self.algorithm is None:
             return _PERIOD  # until ``for_size``
-        # Bytes per step equal those of pairs at this density if H = bits / (64 density): at 1 %, 32
-        # bits per element are exchanged every 50 steps. ``bits`` is 0 for algorithms that select
-        # entries, which are exchanged on every step.
+        # With H = bits / (64 density), a step costs as many bytes as pairs at this density would: at
+        # 1 %, 32 bits per element are exchanged every 50 steps. ``bits`` is 0 for algorithms that
+        # select entries; they exchange on every step.
         return max(1, math.ceil((self.chosen.bits or 0) / (_PAIR_BITS * self.density)))
 
     @cached_property
@@ -196,7 +198,7 @@ class OuterStep:
         return warm_exchanges(self.warmup_steps, self.first_period)
 
     def for_size(self, elements: int) -> OuterStep:
-        """If ``algorithm`` is None, choose it and the period, if none is given, by the model's size.
+        """If ``algorithm`` is None, choose it by the model's size, and the period if none is given.
 
         Example:
             >>> chosen = OuterStep(algorithm=None).for_size(200_000)
@@ -207,7 +209,7 @@ class OuterStep:
             return self
         period = self.period
         if period is None:
-            # a delay needs local steps between exchanges, and so do fragments, which take turns
+            # a delay needs local steps between exchanges; so do fragments, because they take turns
             every_step = elements < LARGE and self.fragments == 1 and not self.delay
             period = 1 if every_step else _PERIOD
         return replace(self, algorithm=_in_bits(default_bits(elements)), period=period)
@@ -218,7 +220,7 @@ class OuterStep:
         unit_bytes: int | None = None,
         warmup_steps: int = 0,
     ) -> OuterStep:
-        """Return these settings, updated with those given to ``attach`` in other arguments."""
+        """Return these settings, updated with those that ``attach`` was given in other arguments."""
         algorithm = replace(
             self.chosen,
             compress=compress or self.chosen.compress,
@@ -239,7 +241,8 @@ class OuterStep:
     ) -> Layout:
         """Split a vector into fragments, and the fragments into units; see ``Layout``.
 
-        The vector holds these parameters, followed by the ``rest``, given by name and size.
+        The vector consists of these parameters and, after them, the ``rest``: further parts, given by
+        name and size.
         """
         layout, chosen = Layout(parameters, rest or {}, self.fragments), self.chosen
 

@@ -18,23 +18,23 @@ __all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges
 
 @dataclass(frozen=True)
 class AdaptivePeriod:
-    """Keeps the drift near a limit.  The drift is how far ranks move apart, relative to the weights.
+    """A rule that keeps the drift near a limit: how far ranks move apart, relative to the weights.
 
     ::
 
         measured = sqrt(mean over ranks of |moved|^2 / |shared weights|^2)     at every exchange
 
-    The period is halved if the drift exceeds ``drift``, and doubled if the drift is below half of it,
-    so that doubling does not cause halving.
+    The period is halved if the drift exceeds ``drift``, and doubled if the drift is below half of it.
+    The gap between the two limits prevents a doubling from causing a halving.
 
-    The drift is a distance, not a fraction of the average's move.  That fraction *falls* as the period
-    grows, because common steps add up faster than noise, so a rule that bounded it would drive the
-    period to an extreme.  The length of a step is proportional to the rate, and noise grows with the
-    root of the number of steps.  A constant distance therefore keeps ``lr^2 H`` constant: the period
-    grows as the rate is lowered.
+    The drift is relative to the weights, not to the length of the average update.  Relative to that, it
+    would *fall* as the period grows, because common steps add up faster than noise, and a rule that
+    bounded it would drive the period to an extreme.  The length of a step is proportional to the learning
+    rate, and noise grows with the root of the number of steps.  A constant drift therefore keeps
+    ``lr^2 H`` constant: the period grows as the rate is lowered.
 
     Args:
-        drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` has the last measured drift.
+        drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` is the last measured drift.
         least: the first and shortest period.
         most: the longest period.
 
@@ -65,7 +65,7 @@ class AdaptivePeriod:
 
     def next(self, period: int, *, far: bool, near: bool) -> int:
         """Return the next period, given whether the drift was above the limit, or below half of it."""
-        # test ``far`` first: some parts may be far and others near, and the largest drift decides
+        # ``far`` is tested first, because the largest drift decides
         if far:
             return max(period // 2, self.least)
         return min(2 * period, self.most) if near else period
@@ -76,18 +76,18 @@ def followed(
 ) -> int:
     """Return the period that follows an exchange with this drift, equal on all parts of a replica."""
     far, near = drift > rule.drift, drift < rule.drift / 2
-    # The drift is far if any part is far, and near if all parts are near.  Each call of
-    # ``on_any_part`` sends a message, so it is the first operand of ``or``: no part may skip a
-    # message that others send.
+    # A replica is far if any of its parts is far, and near if all parts are near.  Each call of
+    # ``on_any_part`` sends a message, so it must be the first operand of ``or``: no part may skip a
+    # message that the others send.
     far, near = on_any_part(far) or far, not (on_any_part(not near) or not near)
     return rule.next(period, far=far, near=near)
 
 
 def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
-    """Return the warm-up steps that are followed by an exchange; the period starts at 1 and doubles."""
+    """Return the warm-up steps that end with an exchange; the period starts at 1 and doubles."""
     doublings, last, ends = math.ceil(math.log2(period)), -1, []
     for step in range(steps):
-        # the warm-up is split into equal parts with periods 1, 2, 4, ...
+        # equal parts of the warm-up have the periods 1, 2, 4, ...
         part = step * (doublings + 1) // steps
         if step - last >= min(2**part, period):
             last = step
@@ -96,7 +96,7 @@ def warm_exchanges(steps: int, period: int) -> tuple[int, ...]:
 
 
 def share_of(moved: Tensor, shared: Tensor) -> float:
-    """Return ``|moved|^2 / |shared|^2`` of two vectors, which may be norms of parts."""
+    """Return ``|moved|^2 / |shared|^2``; the vectors may also consist of the norms of their parts."""
     far, whole = (float(torch.linalg.vector_norm(vector)) for vector in (moved, shared))
     share = far / max(whole, sys.float_info.min) if far else 0.0
     return share * share  # Inf if the weights are near zero, which exceeds any limit
@@ -104,8 +104,8 @@ def share_of(moved: Tensor, shared: Tensor) -> float:
 
 async def drift_of(square: float, reducer: Reducer) -> float:
     """Return the root mean square over ranks, which is equal on all of them."""
-    # Gather the values, and sum them in rank order on each rank: the sum decides the next period,
-    # which must be equal on all ranks, and a native allreduce promises equal sums only up to rounding.
+    # The sum decides the next period, so it must be equal on all ranks.  A native allreduce promises
+    # equal sums only up to rounding; gathered values are summed in rank order on every rank.
     mine = torch.tensor([square], dtype=torch.float64)
     try:
         everyone = await reducer.channel("drift").allgather(mine, "drift")

@@ -35,7 +35,7 @@ _NEVER_NEGATIVE: Final = (
     *("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
     *("variance", "row_var", "col_var", "step_size"),
 )
-# None: there is no GradScaler; {}: it is disabled.
+# None means that there is no GradScaler, and {} that it is disabled.
 SCALER_KIND: Final = Either(
     (
         Exactly(None),
@@ -51,8 +51,8 @@ SCALER_KIND: Final = Either(
         ),
     )
 )
-# Group settings that a saved state may have in another form than the live optimizer: switches as None or
-# bool, rates, which are never negative, and numbers that torch's schedulers have added.
+# Group settings that need rules of their own: switches, which may be None or a bool; rates, which are
+# never negative; and numbers that torch's schedulers add.
 _SWITCHES: Final = ("foreach", "fused", "capturable", "differentiable", "maximize")
 _RATES: Final = ("lr", "eps", "weight_decay")
 _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
@@ -61,11 +61,11 @@ _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_mo
 def own_state(
     module: nn.Module, names: Collection[str], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return copies of this rank's parts of these parameters, its buffers and its optimizer states."""
+    """Return copies of this rank's parts of these parameters, of its buffers and optimizer states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
     moments = {
-        # every name is saved, with {} for a parameter that has had no gradient yet, so that a
-        # missing name is noticed
+        # A parameter that has had no gradient yet is saved as {}.  As every name is saved, a missing one
+        # is noticed.
         name: {key: _copy(value) for key, value in one.state.get(parameter, {}).items()}
         for one in optimizers
         for name, parameter in _named(module, one)
@@ -99,12 +99,12 @@ def own_kinds(
 ) -> dict[str, Kind]:
     """Describe the result of ``own_state`` for this model and these optimizers.
 
-    A ``resharded`` state has no weights.  Moments and the ``exchanged`` part of the model are ``finite``,
-    unless the state was saved before the exchange that would have repaired them.
+    A ``resharded`` state has no weights.  Moments and the ``exchanged`` part of the model must be
+    ``finite``, unless the state was saved with NaN that the next exchange would have repaired.
     """
     return {
-        # A resharded state has None here, and all ranks then start from the shared weights.  In any other
-        # state, None would reset only this rank to them.
+        # None means that ranks start from the shared weights.  All ranks of a resharded state have None;
+        # in any other state, it would reset only this rank.
         "parameters": Exactly(None)
         if resharded
         else _weights_kind(module, names, exchanged if finite else ()),
@@ -134,13 +134,13 @@ def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[
 def _kept_after_a_step(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any] | None]:
-    """Return an optimizer's state of each parameter, now or after a first step; None if unknown."""
+    """Return an optimizer's state for each parameter, now or after a first step; None if unknown."""
     kept = states_of(optimizer)
     return {name: kept.get(parameter) for name, parameter in _named(module, optimizer)}
 
 
 def _moments_kind(kept: Mapping[str, Any] | None, finite: bool) -> Kind:
-    """Describe a parameter's moments: none if it has had no gradient yet, otherwise all of them."""
+    """Describe a parameter's moments: all of them, or none if it has had no gradient yet."""
     if kept is None:
         return Plain(named=True, finite=finite)
     every = {key: _moment_kind(key, value, finite) for key, value in kept.items()}
@@ -157,9 +157,10 @@ def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
 
 
 def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
-    """Describe the settings of a group: all of the optimizer's, and optionally those of a scheduler.
+    """Describe the settings of a group: all of the optimizer's, and optionally a scheduler's numbers.
 
-    Switches that torch added after the state was saved may be missing; they keep their live values.
+    Switches may be missing, because torch may have added them after the state was saved; they keep their
+    live values.
     """
     kinds: dict[str, Kind] = dict.fromkeys(_SCHEDULERS, _number_kind(0.0))
     kinds |= {name: _setting_kind(name, its) for name, its in group.items() if name != "params"}
@@ -176,7 +177,7 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
 
 
 def _number_kind(least: float, value: Any = 0.0) -> Kind:
-    """Describe a number or a one-element tensor; a rate may be either, in this run or the saved one."""
+    """Describe a number or a one-element tensor, because each run may store a rate as either."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
     # Inf counts as damage unless it is the live setting, e.g. of a clip that is off
@@ -209,8 +210,8 @@ def load_optimizers(
 ) -> None:
     """Load the optimizer states that ``own_state`` returned."""
     for one, groups in zip(optimizers, state["groups"], strict=True):
-        # convert the state to torch's own form, with numbered parameters, and let
-        # ``load_state_dict`` load it, so that the optimizer's hooks and casts run
+        # the state is converted to torch's own form, with numbered parameters, and loaded by the
+        # optimizer's ``load_state_dict``, so that its hooks and casts run
         fresh = one.state_dict()
         fresh["state"] = {
             at: {key: _like(value, parameter) for key, value in state["moments"][name].items()}
@@ -266,8 +267,8 @@ def _copy(value: Any) -> Any:
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
-    """Return a moment as a DTensor with the placements of its parameter, if it has that shape."""
-    # a step count has another shape, and stays a plain tensor
+    """Return a moment of a sharded parameter as a DTensor with the parameter's placements."""
+    # a value of another shape, e.g. a step count, stays a plain tensor
     if (
         not hasattr(parameter, "to_local")
         or getattr(value, "shape", None) != local_of(parameter).shape

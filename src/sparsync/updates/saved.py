@@ -25,21 +25,21 @@ def outer_kinds(
     momentum: bool,
     rule: AdaptivePeriod | None,
 ) -> dict[str, Kind]:
-    """Return the kinds of the fields that an ``OuterStep`` saves in addition to those of any averager.
+    """Return the kinds of the fields that an ``OuterStep`` saves in addition to an averager's fields.
 
-    Sizes are taken from the live vectors.  Before the first step there are none; sizes are then taken
-    from the saved vector, which is compared with the model when the first step begins.
+    Sizes are taken from the live vectors.  Before the first step there are no live vectors; sizes are
+    then taken from the saved vector, which is compared with the model when the first step begins.
 
     Args:
-        state: the saved state; only counts are taken from it, and whether an exchange was refused.
+        state: the saved state.  Only counts are taken from it, and the progress of its exchanges.
         layout: the layout of the live vectors; it has no fragments before the first step.
         known: the live vectors.
         fragments: the configured number of fragments.
-        momentum: whether there may be a velocity.
+        momentum: whether the outer step has momentum, and so may have saved a velocity.
         rule: the rule of an adaptive period.
     """
-    # Any part of the state may be damaged, so no field is used before its kind is known.  A field of the
-    # wrong kind is treated as empty, so the error names that field.
+    # Any part of the state may be damaged, so no field is used before its type is tested.  Here, a field
+    # of the wrong type counts as empty; the check against these kinds then names it in the error.
     shared = known.get("shared", _shared_in(state))
     like = None if shared is None else (tuple(shared.shape), shared.dtype)
     vector: Kind = Plain() if like is None else Values(*like)
@@ -74,19 +74,19 @@ def _shared_in(state: Mapping[str, Any]) -> Tensor | None:
 
 
 def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the exchanges in flight; anything malformed counts as an exchange without fields."""
+    """Return the saved exchanges in flight; a malformed one counts as an exchange without fields."""
     found = state.get("under_way")
     listed = found if isinstance(found, list | tuple) else ()
     return [one if isinstance(one, Mapping) else {} for one in listed]
 
 
 def _exchange_kind(layout: Layout, dtype: Any, most: int, exchange: Mapping[str, Any]) -> Kind:
-    """Describe an exchange; it has new vectors for its fragment only if it ended without a refusal."""
+    """Describe an exchange; it holds new shared weights only if it is late and was not refused."""
     fragments = layout.fragments
     part: Any = exchange.get("part")
     refused = exchange.get("refused") is True
     nothing = refused or exchange.get("done") is False
-    # a refused exchange still has this rank's weights from its start, which may contain NaN or Inf
+    # a refused exchange still holds this rank's weights from its start, which may contain NaN or Inf
     own: Kind = Plain(finite=not refused)
     shared: Kind = Plain()
     if fragments:

@@ -1,9 +1,9 @@
-"""Lengthen the steps of optimizers whose length depends on the rate, not on the size of gradients.
+"""Lengthen the steps of optimizers whose step length depends on the rate, not on the gradients' size.
 
-Steps of different ranks differ by the noise of their gradients, which makes their average shorter: P
-steps of pure noise average to 1 / sqrt(P) of their length.  Dense training, whose optimizer sees
-averaged gradients, makes steps of full length.  (``gradient_noise.correct`` lengthens the steps of Adam
-and AdamW without ``amsgrad``, whose second moment tells more.)
+Steps of different ranks differ by the noise of their gradients, so their average is shorter: P steps of
+pure noise average to 1 / sqrt(P) of their length.  Dense training makes steps of full length, because
+its optimizer sees averaged gradients.  (Adam and AdamW without ``amsgrad`` are lengthened by
+``gradient_noise.correct`` instead, which makes use of their second moments.)
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from sparsync.units import local_of
 
 __all__ = ["lengthen", "of_own_length", "remember"]
 
-# The optimizers that were measured (``benchmarks/optimizers.py``), by the name of their class or of a
-# base class, and whether their weight decay is decoupled from the gradient unless a group says otherwise.
-# A list of names is needed because steps proportional to the gradient (SGD) must not be lengthened, and
-# nothing reveals which kind an unknown optimizer is.
+# The measured optimizers (``benchmarks/optimizers.py``), by the name of their class or of a base class.
+# The value is whether weight decay is decoupled from the gradient, unless a group says otherwise.  A
+# list of names is needed because steps proportional to the gradient (SGD) must not be lengthened, and
+# nothing reveals which kind of steps an unknown optimizer makes.
 _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
     {
         "Adadelta": False,
         "Adafactor": True,
         "Adagrad": False,
-        "Adam": False,  # with amsgrad; without it, ``correct`` does this without a copy of the weights
+        "Adam": False,  # only with amsgrad; otherwise ``correct`` does this without a copy of the weights
         "Adamax": False,
         "AdamW": True,
         "Muon": True,
@@ -48,14 +48,14 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
 def of_own_length(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, Mapping[str, Any], bool]]:
-    """Yield each parameter that ``lengthen`` handles, its group, and whether decay is decoupled."""
-    # the most derived class with a known name, because AdamW derives from Adam (torch 2.13)
+    """Yield each parameter that ``lengthen`` handles, its group, and whether its decay is decoupled."""
+    # the most derived class with a known name counts, because AdamW derives from Adam (torch 2.13)
     names = [base.__name__ for base in type(optimizer).__mro__]
     name = next((name for name in names if name in _OWN_LENGTH), None)
     for group in optimizer.param_groups if name is not None else ():
         if name in ("Adam", "AdamW") and not group.get("amsgrad"):
             continue
-        # the setting's names in torch, pytorch-optimizer and other packages
+        # the names of this setting in torch, pytorch-optimizer and other packages
         told = map(group.get, ("decoupled_weight_decay", "weight_decouple", "decouple"))
         apart = next((bool(one) for one in told if one is not None), _OWN_LENGTH[name or ""])
         for parameter in group["params"]:
@@ -74,18 +74,18 @@ def remember(optimizer: torch.optim.Optimizer, steps: Mapping[Tensor, Tensor]) -
 def lengthen(
     optimizer: torch.optim.Optimizer,
     steps: Mapping[Tensor, Tensor],
-    shares: Mapping[Tensor, Any],  # floats here: only Adam's matrices of tokens have shares of rows
+    shares: Mapping[Tensor, Any],  # floats; only Adam's token matrices have a share per row
     ranks: float,
 ) -> None:
     """Lengthen the last step, so that the average over ranks is as long as a single rank's step.
 
-    The average of a parameter's steps over P ``ranks`` has k times the squares of a single rank's step
-    (its share, see ``GradientNoise``):
+    The squared length of a parameter's average step over P ``ranks`` is k times that of a single rank's
+    step.  k is the parameter's share (``GradientNoise``).  So this function adds:
 
         w += step (1 / sqrt(k) - 1),    1 / P <= k <= 1
 
-    where the step excludes weight decay.  ``remember`` must have filled ``steps`` before the step; this
-    function overwrites them with the step.  The optimizer's state is not changed.
+    where the step excludes weight decay.  Before the step, ``remember`` must have filled ``steps`` with
+    the weights; this function overwrites them with the step.  The optimizer's state is not changed.
 
     Cost: ``remember`` reads the weights and writes a copy; this function reads and writes both.  Memory:
     a copy of the weights.
@@ -102,11 +102,11 @@ def lengthen(
         # step = (1 - decay) (w' - w) + decay w'
         if decays and (decay := rates[0] * rates[1]):
             step.mul_(1 - decay).add_(weights, alpha=decay)
-            # a parameter without a gradient is not even decayed; the host does not wait to know
+            # A parameter without a gradient is usually not even decayed; then its step is 0, not
+            # decay w'.  A mask stays on the device, so the host need not wait to know which case it is.
             if rests is not None:
                 step.masked_fill_(rests, 0.0)
-        # by chance, a measured share may be below 1 / P, the share of pure noise, which is the
-        # least possible
+        # by chance, a measured share may be below the least possible one, 1 / P, that of pure noise
         share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:
             weights.add_(step, alpha=share**-0.5 - 1)

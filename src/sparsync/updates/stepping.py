@@ -1,7 +1,7 @@
 """Follow an optimizer's steps: every outermost call counts once, even if a GradScaler skips it.
 
-All ranks must have the same count.  A GradScaler's scale is local, so one rank may skip a step that
-others make.
+All ranks must count the same number of steps.  Skipped steps count, because each rank has its own
+GradScaler, which may skip a step that others make.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsync.updates.gradient_noise import found_inf
 __all__ = ["follow"]
 
 # The code object of torch's wrapper around ``step``, which calls the hooks; ``_nested`` looks for it on
-# the stack.  It has no public name, but wrapping any function reveals it.
+# the stack.  The wrapper has no public name, so another function is wrapped to get its code.
 _CALL: Final = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
@@ -34,7 +34,7 @@ def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
     """
     follow_scalers()
     post = _After(after)
-    # a compiled step must not trace its hooks: they send messages, and compiling them takes minutes
+    # torch.compile must not trace these hooks: they send messages, and compiling them takes minutes
     disable: Any = torch.compiler.disable
     pre: Any = Hook(disable(lambda one, *_: None if _nested(one) else before(one)))
     return [optimizer.register_step_pre_hook(pre), optimizer.register_step_post_hook(post)]
@@ -42,14 +42,14 @@ def follow(optimizer: Optimizer, before: Hook, after: Hook) -> list[Any]:
 
 @final
 class _After(Counting):
-    """The hook after an optimizer's steps; its count shows ``follow_scalers`` whether torch called it."""
+    """The hook after an optimizer's step; its count shows ``follow_scalers`` whether torch called it."""
 
     def __init__(self, call: Hook) -> None:
         self._call, self.calls = call, 0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, optimizer: Optimizer, *_given: Any) -> None:
-        """Report a step, including one that a fused optimizer was told to skip."""
+        """Report a step, even if a fused optimizer was told to skip it."""
         if not _nested(optimizer):
             self.tell(optimizer, skipped=found_inf(optimizer))
 
@@ -62,11 +62,11 @@ class _After(Counting):
 def _nested(optimizer: Optimizer) -> bool:
     """Return whether a hook is called within another step of its optimizer.
 
-    This happens if the ``step`` of a subclass calls that of the base class, because torch wraps
+    This happens if the ``step`` of a subclass calls the base class's ``step``, because torch wraps
     both.
     """
-    # this searches the stack instead of counting calls, because an exception may end a step before
-    # its second hook
+    # the stack is searched, because counted calls would be wrong after an exception, which ends a step
+    # before its second hook
     frame, calls = sys._getframe(), 0
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""A model as one vector, for exchanges of updates."""
+"""A model as one vector, for the exchange of updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparsync.updates.outer_engine import OuterEngine
 __all__ = ["ModelWeights", "OwnWeights", "trained_of"]
 
 _UNSEEN: Final = (0, -1)  # the mark of a buffer that was not inspected yet
-_SAMPLES: Final = "(samples of gradients)"  # parentheses: no buffer has this name
+_SAMPLES: Final = "(samples of gradients)"  # no buffer can have this name
 
 
 def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn.Parameter]:
@@ -58,14 +58,13 @@ def _mark(buffer: Tensor) -> tuple[int, int]:
 
 @final
 class ModelWeights(Weights):
-    """A model as one vector: its trained parameters, its floating-point buffers, samples of gradients.
+    """A model as one vector: its trained parameters, floating-point buffers, and samples of gradients.
 
-    The vector is float64 if any of them is, otherwise float32.  Inside a node, a rank reads only its own
-    runs of the vector; writing is collective in the node, and gathers the runs of all its ranks.
+    The vector is float64 if any of these tensors is, otherwise float32.  Inside a node, a rank reads only
+    its own runs of the vector; writing is collective in the node, and gathers the runs of all its ranks.
 
-    Buffers that initially contain NaN or Inf are presumed constant.  They are read as zeros and
-    never written.  But they keep their place in the vector, so that their values do not decide
-    whether a saved state fits.
+    Buffers that contain NaN or Inf at first are presumed constant.  They are read as zeros and never
+    written.  They still have a place in the vector, so a saved state fits whatever their values are.
 
     Attributes:
         left_out: the names of these buffers.
@@ -89,16 +88,16 @@ class ModelWeights(Weights):
         floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
         self.buffers = [name for name in floating if name not in ignored] if buffers else []
         self._local = frozenset(ignored) if buffers else None  # None: all buffers stay local
-        # by name, the versions of parameters that no optimizer trains, although a model may write them
+        # versions, by name, of the parameters that are not trained; the model itself may write them
         self._frozen = {
             name: local_of(parameter)._version
             for name, parameter in module.named_parameters()
             if name not in trained and name not in ignored
         }
-        # If buffers with NaN or Inf were exchanged, ranks would refuse every exchange. ``strayed``
-        # reports a buffer that turns out not to be constant.
+        # These buffers are not exchanged, because ranks would refuse every exchange with NaN or Inf.
+        # ``strayed`` reports a buffer that turns out not to be constant.
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
-        # buffers to be watched
+        # the buffers that ``strayed`` watches
         self._marks = {name: _mark(floating[name]) for name in self.left_out}
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
@@ -147,7 +146,7 @@ class ModelWeights(Weights):
         return self._like.itemsize
 
     def exchanged(self, left_out: Collection[str] | None = None) -> list[str]:
-        """Return the names of all exchanged tensors; ``left_out`` may replace this model's own set."""
+        """Return the names of all exchanged tensors, given the buffers to leave out."""
         left_out = self.left_out if left_out is None else left_out
         return [*self.trained, *(name for name in self.buffers if name not in left_out)]
 
@@ -161,11 +160,11 @@ class ModelWeights(Weights):
         return {name: local_of(named[name]) for name in self._frozen if name in named}
 
     def others(self, *, unwritten: bool = False) -> dict[str, Tensor]:
-        """Return what is not exchanged, though DDP keeps it equal: further buffers, frozen parameters.
+        """Return the tensors that DDP would keep equal, but that are not exchanged.
 
-        These are buffers of integers, those that are not saved, that came or grew after ``attach``, and
-        parameters that the model itself has written since, as an average of its own weights; with
-        ``unwritten``, all frozen parameters.
+        These are buffers of integers, buffers that are not saved, buffers that were added or have grown
+        after ``attach``, and frozen parameters that the model itself has written since then, e.g. as an
+        average of its own weights.  With ``unwritten``, all frozen parameters are included.
         """
         found = {
             name: tensor
@@ -177,14 +176,14 @@ class ModelWeights(Weights):
                 name: local_of(buffer)
                 for name, buffer in self._module.named_buffers()
                 if name not in self._local
-                # one that has grown since attach is not exchanged as a whole
+                # a buffer that has grown since attach is not exchanged as a whole
                 and (name not in self.buffers or buffer.numel() != self._sizes[name])
             }
         # shapes may differ between ranks, and are compared as parts of the names
         return {f"{name} {tuple(tensor.shape)}": tensor for name, tensor in found.items()}
 
     def average_over(self, ranks: float) -> None:
-        """Set the number of ranks that average noise away; see ``Weight``."""
+        """Set the number of ranks over which noise is averaged; see ``Weight``."""
         self.ranks = ranks
 
     def leave_out(self, names: Collection[str]) -> None:
@@ -193,13 +192,13 @@ class ModelWeights(Weights):
         self._marks = dict.fromkeys(self.left_out, _UNSEEN)
 
     def reshard(self) -> None:
-        """Make FSDP2 free unsharded parameters left by an evaluation, because these copies are stale."""
+        """Make FSDP2 free the whole parameters that an evaluation has left, because they are stale."""
         for owner in self._module.modules() if self._sharded else ():
             if hasattr(owner, "unshard"):
                 owner.reshard()  # type: ignore[operator]
 
     def _within(self, place: slice) -> Iterator[tuple[str, Tensor, slice, slice]]:
-        """Yield the tensors in a part: name, tensor, its elements, and their place in the part."""
+        """Yield the tensors in a part of the vector: name, tensor, elements, and their place there."""
         start, stop = place.start or 0, self._ends[-1] if place.stop is None else place.stop
         for number in range(bisect_right(self._ends, start), len(self._ends)):
             begin = self._ends[number - 1] if number else 0
@@ -222,9 +221,9 @@ class ModelWeights(Weights):
 
     @torch.no_grad()
     def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield the tensors that form a part of the vector, and their places in it; None means zeros."""
+        """Yield the tensors that form a part of the vector, each after its place; None means zeros."""
         for name, tensor, inside, here in self._within(place):
-            # inside a node, a tensor occupies the length of one run: its size over ranks, rounded up
+            # inside a node, the vector holds one run of each tensor: its size over ranks, rounded up
             first, middle = self._rank * -(-tensor.numel() // self._divisor), here.start
             if name not in self.left_out:
                 found = tensor.detach().flatten()[first + inside.start : first + inside.stop]
@@ -236,7 +235,7 @@ class ModelWeights(Weights):
     @torch.no_grad()
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
         """Replace a part in place, or add to it; inside a node, this is collective."""
-        # row r holds rank r's runs of all tensors; values are first moved to the device of the weights
+        # values go to the device of the weights first; inside a node, row r holds rank r's runs
         values = values.to(self._like.device)
         rows = values[None] if self.node is None else self.node.gathered(values)
         for name, tensor, inside, here in self._within(place):
@@ -258,8 +257,8 @@ class ModelWeights(Weights):
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average buffers inside the node, whose ranks see different batches."""
-        # Averaged gradients keep the weights equal within a node.  A rank sends only its own run of each
-        # buffer, so buffers must be equal as well
+        # Averaged gradients keep the weights of a node's ranks equal.  Buffers must be equal as well,
+        # because each rank sends only its own run of a buffer, on behalf of the whole node.
         if self.node is not None:
             for name, tensor in self._tensors()[len(self.trained) :]:
                 if name in self.buffers and name not in self.left_out:
@@ -280,7 +279,7 @@ class ModelWeights(Weights):
         return ""
 
     def strayed(self) -> str:
-        """Return the name of a buffer that was left out for NaN or Inf and is finite now, or "".
+        """Return the name of a buffer that was left out because of NaN or Inf and is finite now, or "".
 
         Each buffer is reported once.  Cost: a pass over the buffers that were written to.
         """
@@ -296,12 +295,13 @@ class ModelWeights(Weights):
     def landed(self, span: slice, shared: Tensor) -> None:
         """Receive the averages of the gradient samples, which are at the end of the vector.
 
-        The averages are read from the ``shared`` vector, because shares must be equal on all ranks.  A
-        late exchange is added to a rank's own vector, which rounds differently on each rank.
+        The averages are read from the ``shared`` vector, because all ranks must compute equal shares.
+        The rank's own vector will not do: a late exchange is added to it, which rounds differently on
+        each rank.
         """
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values
-            # inside a node ``shared`` has only this rank's runs
+            # inside a node, ``shared`` holds only this rank's runs
             own = shared[shared.numel() - -(-values.numel() // self._divisor) :].to(values.device)
             whole = own if self.node is None else self.node.gathered(own).flatten()
             values.copy_(whole[: values.numel()].view_as(values))
@@ -310,7 +310,7 @@ class ModelWeights(Weights):
 
 @final
 class OwnWeights:
-    """A rank's own weights, which are set aside while the model holds the shared ones.
+    """A rank's own weights, which are set aside while the model holds the shared weights.
 
     Attributes:
         changes: detects weights that the program has written.
@@ -324,7 +324,7 @@ class OwnWeights:
         self._lock = threading.RLock()
 
     def check(self, what: str) -> None:
-        """Refuse an action that needs this rank's own weights while the model holds the shared ones."""
+        """Refuse an action that needs this rank's own weights, inside ``shared``."""
         require(
             self._aside is None,
             f"{what} within shared(), which replaces this rank's own weights; leave that block "
@@ -332,7 +332,7 @@ class OwnWeights:
         )
 
     def copied(self) -> tuple[Tensor, bool]:
-        """Return a copy, and whether the model held weights that the program has written instead."""
+        """Return a copy, and whether the program has written to these weights since the last step."""
         with self._lock:
             if self._aside is not None:
                 return self._aside, False
@@ -341,11 +341,11 @@ class OwnWeights:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Put the shared weights into the model; then restore this rank's."""
-        # the rank's own weights are restored even if the block raises, because training on from the
-        # shared weights would lose them
+        # the rank's own weights are restored even if the block raises, because they would be lost if
+        # training went on from the shared ones
         with self._lock:
-            replaced = self.changes.replaced()  # which the next step refuses
-            # these are the model's weights, because an engine that runs apart has its own copy
+            replaced = self.changes.replaced()  # then the next step must still see it, and refuse
+            # read from the model, because an engine that runs apart has its own copy
             outside, before = self._aside, self.outer.read(self.weights)
             self.weights.reshard()
             self.outer.write(self.weights, self.outer.memory["shared"])
@@ -354,7 +354,7 @@ class OwnWeights:
             yield
         finally:
             with self._lock:
-                self.weights.reshard()  # an evaluation has left whole parameters, which are stale
+                self.weights.reshard()  # an evaluation leaves whole parameters, which are stale now
                 self.outer.write(self.weights, before)
                 self._aside = outside
                 if not replaced:

@@ -1,4 +1,4 @@
-"""The engine of the outer step: it exchanges the moves of a rank's weights and applies their average.
+"""The engine of the outer step: it exchanges the updates of a rank's weights and applies their average.
 
 ``OuterStep`` holds the settings; ``attach`` and ``OuterAverager`` run an engine with them.
 """
@@ -45,7 +45,7 @@ Reduce = Callable[[Exchange, list["Moves"], range], Awaitable[list[Vector] | Non
 
 @dataclass(frozen=True)
 class OuterState:
-    """The number of consecutive exchanges refused because of NaN or Inf."""
+    """The number of exchanges in a row that were refused because of NaN or Inf."""
 
     refused: int = 0
 
@@ -55,29 +55,29 @@ def _nobody(_exchange: Begin) -> None:
 
 
 def alone(_here: bool) -> bool:
-    """Return False: a replica on a single rank has no other parts."""
+    """Answer for the other parts of a replica on a single rank, which has none: return False."""
     return False
 
 
 @final
 class OuterEngine(Stateful):
-    """Runs an ``OuterStep`` on one rank: counts local steps, starts exchanges, applies those that arrive.
+    """Runs an ``OuterStep`` on one rank: counts local steps, starts exchanges, and applies their results.
 
     Args:
         settings: the settings of the outer step.
         layout: the layout of the vector of weights, made by ``settings.plan``.
         reducer: the reducer of the layout's units.
         weights: this rank's weights, to be read and written; the caller must keep a reference to them.
-        optimizers: the optimizers whose broken moments are dropped, and whose learning rate a step
-            by signs uses.
-        carry: starts an exchange after earlier ones, and returns an awaitable of its end; if None,
-            the exchange runs when its result is needed.
+        optimizers: the optimizers whose broken moments are dropped, and whose learning rate is used in
+            a step by signs.
+        carry: starts an exchange after earlier ones, and returns an awaitable of its end.  If it returns
+            None, the exchange runs when its result is needed.
         reduce: exchanges the moves of units and returns their averages, whose memory may be
             overwritten, or None if all ranks refuse the moves.  By default, the reducer does this.
         on_any_part: returns whether a condition holds on any part of this replica.
         weighs: whether ranks weigh their updates; if None, the first exchange determines this.
         ledgers: additional ledgers whose errors name the local step.
-        on_host: ``memory`` and the vectors of late exchanges live in host memory; runs are copied to the
+        on_host: keep ``memory`` and the vectors of late exchanges in host memory; runs are copied to the
             weights' device and back.
 
     Attributes:
@@ -120,7 +120,7 @@ class OuterEngine(Stateful):
         self._sent = [-1] * len(layout.fragments)
         self._under_way: list[Exchange] = []
         self._interrupted = False  # whether the last wait was broken off
-        # the step of a wait that was broken off, and whether its exchanges have still to begin
+        # if a wait was broken off: its step, and whether its exchanges have still to begin
         self._left_off: tuple[int, bool] | None = None
         self._scratch = Scratch()
         self._part_of = {
@@ -134,8 +134,8 @@ class OuterEngine(Stateful):
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
         """Switch to other weights, e.g. to a copy when a rank leaves and its program keeps the model."""
-        # a weak reference: an exchange in flight keeps this engine alive, and must not keep a
-        # dropped model
+        # a weak reference: an exchange in flight keeps this engine alive, but must not keep a model
+        # alive that the user has dropped
         self._kept, self._carry = weakref.ref(weights), carry
 
     @property
@@ -153,7 +153,7 @@ class OuterEngine(Stateful):
             residual.load(None)
 
     def read(self, weights: Weights | None = None) -> Tensor:
-        """Copy weights, by default the engine's, run by run to the device of ``memory``."""
+        """Return a copy of weights, by default the engine's, on the device of ``memory``."""
         weights = weights or self._weights
         size = max((one.span.stop for one in self.layout.fragments), default=0)
         if self._memory_like.device == self._weights_like.device or not size:
@@ -164,15 +164,15 @@ class OuterEngine(Stateful):
         return made
 
     def differs(self) -> bool:
-        """Return whether trained weights of this rank differ from the shared ones, run by run."""
+        """Return whether this rank's trained weights differ from the shared ones."""
         return not all(
             self._weights.read(place).equal(self.layout.rounded(place, self._shared(place)))
             for place in self._runs(slice(0, self.layout.end))
         )
 
     def write(self, weights: Weights, values: Tensor) -> None:
-        """Replace weights by values on the device of ``memory``."""
-        # a single call if nothing moves between devices, because each call gathers inside a node
+        """Replace weights by values that are on the device of ``memory``."""
+        # one call if nothing is copied between devices, because each call is collective inside a node
         most = values.numel() if values.device == self._weights_like.device else None
         for place in self._runs(slice(0, values.numel()), most):
             weights.write(place, values[place])
@@ -182,7 +182,7 @@ class OuterEngine(Stateful):
         return bool(self._due(step))
 
     def begins_last(self, step: int) -> bool:
-        """Return whether the last fragment, which has the buffers, is sent after local step ``step``."""
+        """Return whether the last fragment, with the buffers, is sent after local step ``step``."""
         return (len(self.layout.fragments) or 1) - 1 in self._due(step)
 
     def is_due(self, step: int) -> bool:
@@ -191,8 +191,8 @@ class OuterEngine(Stateful):
 
     def _due(self, step: int) -> list[int]:
         """Return the fragments whose period ends with local step ``step``."""
-        # The result depends only on the step and on the last exchange, which all ranks made
-        # together. So all ranks start the same exchanges after the same step, without a message.
+        # The result depends only on the step and on the last exchange, which all ranks made together.
+        # All ranks therefore start the same exchanges after the same step, without a message.
         if step < self.settings.warmup_steps:
             return (
                 list(range(len(self.layout.fragments) or 1)) if step in self.settings.warm else []
@@ -215,17 +215,17 @@ class OuterEngine(Stateful):
         await self._advance(step, begins=True)
 
     async def resume(self) -> None:
-        """Complete a step whose wait the program has broken off, as by ``KeyboardInterrupt``.
+        """Complete a step whose wait was broken off, e.g. by ``KeyboardInterrupt``.
 
-        The exchange goes on, and the other ranks apply it.  Call this before the weights change.
+        The exchange goes on meanwhile, and the other ranks apply it.  Call this before weights change.
         """
         if self._left_off is not None:
             (step, begins), self._left_off = self._left_off, None
             await self._advance(step, begins=begins)
 
     async def _advance(self, step: int, *, begins: bool) -> None:
-        # Late exchanges land first, because the next ones must start from weights that contain them.  The
-        # second call applies the exchanges without delay that have just started.
+        # The first call of ``land`` applies late exchanges, because the next ones must start from weights
+        # that contain them.  The second call applies exchanges without delay, which have just started.
         try:
             await self.land(step)
             for part in self._due(step) if begins else ():
@@ -242,7 +242,7 @@ class OuterEngine(Stateful):
         """Start the exchange of a fragment."""
         lr, seen, self._sent[part] = self.lr(), self.contributions.take(part), step
         exchange = Exchange(part, step + delay, delay > 0, lr=lr, last=last, seen=seen)
-        if exchange.late:  # copied, because this rank's steps continue
+        if exchange.late:  # the weights are copied, because local steps go on changing them
             began, span = self._row(exchange, 0), self.layout.fragments[part].span
             for place in self._runs(span):
                 began[_within(span, place)] = self._weights.read(place)
@@ -251,7 +251,7 @@ class OuterEngine(Stateful):
         self._under_way.append(exchange)
 
     async def conclude_with(self) -> None:
-        """Exchange the only fragment, in the units planned by the reducer, without momentum."""
+        """Exchange the only fragment a last time, compressed as usual, but without momentum."""
         await self.land()
         self._begin(0, self.steps, last=True)
         await self.land()
@@ -263,7 +263,7 @@ class OuterEngine(Stateful):
     def catch_up(
         self, memory: Mapping[str, Tensor], applied: Iterable[tuple[Sequence[Tensor], float]] = ()
     ) -> None:
-        """Adopt another rank's memory, and apply averages to it with their momentum, as other ranks did.
+        """Adopt another rank's memory, then apply averages to it, each with its momentum, as others did.
 
         This works only for a single fragment.
         """
@@ -278,7 +278,7 @@ class OuterEngine(Stateful):
         self.steps += 1
 
     async def land(self, step: float = math.inf) -> None:
-        """Apply the exchanges in flight that end by local step ``step``, in order."""
+        """Apply the exchanges in flight that are due by local step ``step``, in order."""
         refused = False
         while self._under_way and (refused or self._under_way[0].lands <= step):
             exchange = self._under_way[0]
@@ -287,15 +287,16 @@ class OuterEngine(Stateful):
             finally:
                 if not self._interrupted:
                     self._under_way.pop(0)
-            # a refusal also ends all later exchanges, because they started from weights that will
-            # be undone
+            # a refusal also drops all later exchanges, because they started from weights that are about
+            # to be undone
             refused |= exchange.refused
             if not exchange.refused:
                 self.state, span = OuterState(), self.layout.fragments[exchange.part].span
                 seen = self.contributions.applied(exchange)
                 self._weights.reshard()
-                # A late exchange is applied when it lands, not when it ends, which differs between ranks.
-                # Its change is added to the weights, so the local steps made meanwhile are kept.
+                # A late exchange is applied after a fixed step, because it ends at different times on
+                # different ranks.  Its change is added to the weights, which keeps the local steps that
+                # were made meanwhile.
                 if exchange.shared is not None and exchange.weights is not None:
                     self.memory["shared"][span] = exchange.shared
                     for place in self._runs(span):
@@ -310,9 +311,9 @@ class OuterEngine(Stateful):
             self._scratch.keep(exchange.scratch)
         if not refused:
             return
-        # After the first refusal, all ranks return to the weights that they had after the last
-        # exchange, and drop broken moments. If the next exchange is refused as well, this did not
-        # help, and doing it again might never end.
+        # After a refusal, all ranks return to the weights that they had after the last exchange, and
+        # drop broken moments. If the next exchange is refused as well, this did not help, so the error
+        # is raised; otherwise this might go on forever.
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self._on_any_part)
         if self.state.refused > 1:
@@ -339,10 +340,10 @@ class OuterEngine(Stateful):
             self._weights.write(place, self._base(place))
 
     async def deliver(self, step: int | None = None) -> None:
-        """Finish the exchanges in flight, then deliver everything left, uncompressed.
+        """Finish the exchanges in flight, then deliver everything that is left, uncompressed.
 
         Args:
-            step: number of this rank's finished local steps; by default ``steps``.
+            step: the number of this rank's finished local steps; by default ``steps``.
 
         Raises:
             DisagreementError: ranks have finished different numbers of local steps, and nothing more
@@ -359,7 +360,7 @@ class OuterEngine(Stateful):
         except BaseException:
             reducer.fail()
             raise
-        # If the weights of any rank, or of another part of this replica, contain NaN or Inf, nothing is
+        # If weights of any rank, or of any part of this replica, contain NaN or Inf, nothing is
         # delivered, and residuals stay.
         finite = not self._on_any_part(not finite)
         # the cosine transform needs whole units
@@ -374,7 +375,7 @@ class OuterEngine(Stateful):
                 reducer.fail()
                 raise
             units = list(self.layout.units_at(place))
-            if not is_finite(average):  # finite addends have overflowed, on all ranks alike
+            if not is_finite(average):  # the sum has overflowed, on all ranks alike
                 kept |= {self._part_of[unit] for unit, *_ in units}
                 continue
             shared[place] = self._stepped(average, place, 0.0, self.lr())
@@ -384,21 +385,22 @@ class OuterEngine(Stateful):
         self._weights.reshard()
         for place in self._runs(slice(0, shared.numel())):
             self._weights.write(place, shared[place])
-        # A part that failed half way reports it in this vote.  Its delivered changes are cleared from its
-        # residuals, so it may deliver again, and this part keeps its changes.
+        # In this vote, a part that has failed half way tells the others.  It has cleared from its
+        # residuals the changes that were delivered, so it may deliver the rest later.  This part keeps
+        # the changes that were delivered to it.
         if finite:
             self._on_any_part(False)
 
     def hide_residuals(self, parts: Iterable[int]) -> None:
-        """Note that the weights are the shared ones, although fragments have residuals left."""
+        """Note that these fragments' weights are the shared ones, although residuals may be left."""
         for part in parts if self.settings.residual == "weights" else ():
             self.contributions.shown[part] = 0.0
 
     def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
-        """Return the difference between the shared and this rank's weights, on a part of the vector."""
-        # If the weights include the residual, this is a plain subtraction; otherwise it is the
-        # moves since the last exchange plus the residual.  Weighed updates always need the second
-        # form, because only the moves get a weight.
+        """Return the undelivered changes of this rank, on a part of the vector."""
+        # If the weights include the residual, this is the shared weights minus this rank's.  Otherwise it
+        # is the move since the last exchange plus the residual.  If ranks weigh their updates, the second
+        # form is needed in any case, because the weight applies only to the move.
         whole = self.settings.residual == "weights" and set(self.contributions.shown) == {1.0}
         if whole and not self.contributions.weighs:
             return self._shared(place).sub_(self._weights.read(place))
@@ -410,15 +412,15 @@ class OuterEngine(Stateful):
     async def _meet(self, step: int) -> bool:
         """Refuse to finish if local step counts differ; return whether all weights are finite.
 
-        The question goes out on every channel, because a rank might be waiting in an exchange on
-        any of them; that rank then gets its error at once.
+        Every channel carries the question, because another rank may be waiting in an exchange on any of
+        them; that rank then gets its error at once.
         """
         self._note(step)
         reducer = self.reducer
         uses: list[int | Use] = [part.units[0] for part in self.layout.fragments if part.units]
         if self.contributions.weighs is not False:
             uses.append("contributions")
-        # the sign encodes whether there is NaN or Inf, which saves another message
+        # a negative number means that there is NaN or Inf, which saves another message
         done = torch.tensor([step if self._weights.finite() else -1 - step])
         try:
             with reducer.exchanging():
@@ -465,7 +467,7 @@ class OuterEngine(Stateful):
         return {**self.place(), **kinds_of(self.settings, state, self.layout, self.memory)}
 
     def restore(self, state: Mapping[str, Any], parsed: ParsedState | None) -> None:
-        """Adopt a saved state and, if given, its reducer's state, which ``validate`` has ``parsed``."""
+        """Adopt a saved state and, if given, the reducer's state, as ``parse_state`` returned it."""
         super().load_state_dict(state["state"])
         if parsed is not None:
             take_state(self.reducer, parsed)
@@ -507,7 +509,7 @@ class OuterEngine(Stateful):
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
-        # the distance is measured before weighing, because the drift is that of real steps
+        # the distance is measured before weighing, because the drift is how far this rank really moved
         distance = None
         if self.settings.rule is not None:
             distance = self._distance()
@@ -537,8 +539,9 @@ class OuterEngine(Stateful):
 
         ``kept`` is the unit's residual on the run, on the device of the weights; None means zeros.
 
-        ``moved = shared - residual - weights``, or ``shared - weights``: like a gradient, it is positive
-        where weights have decreased.  The reducer adds its residual: ``accumulated = residual + moved``.
+        With ``residual="weights"``, ``moved = shared - residual - weights``, otherwise
+        ``shared - weights``.  Like a gradient, it is positive where weights have decreased.  The reducer
+        adds its residual: ``accumulated = residual + moved``.
         """
         made = self._weights_like.new_empty(stop - start)
         withheld, shown = self._seen(unit, kept)
@@ -552,23 +555,23 @@ class OuterEngine(Stateful):
                     seen = None if rest is None else rest[there]
                     given = shared[there], seen, values
                     move_(made[here][there], *given, shown=shown, dtype=dtype)
-        if exchange.weight != 1:  # saves a pass in the usual case that no rank counts samples
+        if exchange.weight != 1:  # usually it is 1, because no rank counts samples
             made.mul_(exchange.weight)
         rotate_(made, self.settings.dct)
         if kept is not None and self.settings.residual_decay < 1:
-            # The goal is accumulated = decay residual + moved, but the reducer computes residual + moved,
+            # accumulated = decay residual + moved is wanted, but the reducer computes residual + moved,
             # so (1 - decay) residual is subtracted here.  The residual itself must not change, because
             # the exchange may be refused.
             made.sub_(kept, alpha=1 - self.settings.residual_decay)
         return made
 
     def _distance(self) -> float:
-        """Return ``|moved|^2 / |shared|^2`` of this rank over the parameters, which are one fragment."""
-        # only parameters count: buffers and moments have other magnitudes, and are averaged anyway
+        """Return ``|moved|^2 / |shared|^2`` of this rank over all parameters."""
+        # buffers and moments do not count: they have other magnitudes, and are averaged anyway
         whole = slice(0, self.layout.end)
         norms = [
             torch.linalg.vector_norm(vector)
-            # in runs, to save two copies of the model; the cosine transform needs whole units
+            # runs save two copies of the model, but the cosine transform needs whole units
             for place in ([whole] if self.settings.dct else self._runs(whole))
             for vector in (
                 self._began(place).sub_(self._weights.read(place)),
@@ -578,16 +581,19 @@ class OuterEngine(Stateful):
         return share_of(*(torch.stack(these) for these in (norms[::2], norms[1::2])))
 
     def _pieces(self, exchange: Exchange, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield tensors that form a part of the weights at the start of an exchange; see ``Weights``."""
+        """Yield the tensors that form a part of the weights with which an exchange started.
+
+        They are yielded as by ``Weights.pieces``.
+        """
         if exchange.weights is None:
             return self._weights.pieces(place)
         began = exchange.weights[_within(self.layout.fragments[exchange.part].span, place)]
         return iter([(slice(0, len(began)), began.to(self._weights_like.device))])
 
     def _seen(self, unit: int, kept: Tensor | None) -> tuple[Tensor | None, float]:
-        """Return the part of a unit's residual that is in this rank's own weights, and its factor.
+        """Return the residual that this rank's own weights include, or None, and its factor there.
 
-        With a cosine transform, ``kept`` is the residual of the whole unit.
+        ``kept`` is a unit's residual, or a run of it; with a cosine transform, it must be the whole.
         """
         if kept is None or self.settings.residual != "weights":
             return None, 1.0
@@ -605,8 +611,7 @@ class OuterEngine(Stateful):
             if reducer.accumulates_later(unit) and not self.settings.dct:
                 reducer.accumulate_later(unit, its.run)
             else:
-                # if the residual is in host memory, copy the move there, because the whole unit is
-                # exchanged there
+                # the unit is exchanged on the device of its residual, which may be the host
                 whole[unit] = its.whole().to(reducer.residuals[unit].accumulated.device)
                 reducer.accumulate(unit, 0, whole[unit])
         try:
@@ -621,7 +626,7 @@ class OuterEngine(Stateful):
         return averages
 
     def _apply(self, exchange: Exchange, unit: int, average: Vector, momentum: float) -> None:
-        """Apply a unit's average to the shared weights; a late exchange stores its result separately."""
+        """Apply a unit's average to the shared weights; a late exchange keeps its result separately."""
         assert isinstance(average, DenseVector)
         span, like = self.layout.fragments[exchange.part].span, average.run(0, 0)
         shared, late, size = self.memory["shared"], exchange.shared, self.layout.units[unit].size
@@ -639,7 +644,7 @@ class OuterEngine(Stateful):
                     continue
                 if late is not None:
                     into.copy_(shared[place])
-                # a single pass where the average is held in messages
+                # a single pass, even if the average still has to be decoded from messages
                 average.subtract_from_(into, start + here.start)
 
     def _change(self, exchange: Exchange) -> Tensor:
@@ -669,7 +674,7 @@ class OuterEngine(Stateful):
     # ---- parts of the vector, on the device of the weights ------------------------------------------
 
     def _runs(self, span: slice, most: int | None = None) -> Iterator[slice]:
-        """Split a span into parts to process one at a time."""
+        """Split a span into runs, to be processed one at a time."""
         for start, stop in runs(span.stop - span.start, self._weights_like, most):
             yield slice(span.start + start, span.start + stop)
 
@@ -700,8 +705,8 @@ class OuterEngine(Stateful):
     def _began(self, place: slice) -> Tensor:
         """Return a copy of this rank's weights after the last exchange, rounded as the model stores them.
 
-        A 16-bit model starts from rounded weights.  Rounding is not a move, and must not be added
-        to the residual at every exchange.
+        A 16-bit model starts from rounded weights.  The rounding is not part of its move, and must not
+        be added to the residual at every exchange.
         """
         return self.layout.rounded(place, self._base(place))
 
@@ -722,7 +727,7 @@ class OuterEngine(Stateful):
     def _stepped(self, average: Tensor, place: slice, momentum: float, lr: float) -> Tensor:
         """Return the shared weights after an outer step; the average is overwritten.
 
-        Buffers and moments are averaged without momentum or rate.
+        Buffers and moments are averaged without momentum or learning rate.
         """
         # as in torch.optim.SGD on the shared weights, with the average as their gradient:
         #   v = momentum v + g;  g = g + momentum v (Nesterov) or v;  shared -= outer_lr g

@@ -73,10 +73,11 @@ from sparsync.updates.weights import ModelWeights, OwnWeights
 
 _ADVISED = 30  # steps whose mean duration is considered reliable
 _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
-# the user is warned if less than this fraction of the lasting gradients is common to all ranks,
-# i.e. if the parts particular to single ranks are larger
+# The user is warned if less than this fraction of the lasting part of gradients is common to all ranks,
+# i.e. if the parts particular to single ranks are larger.
 _AGREEING = 0.5
-# steps or passes without an exchange that are too many to be meant, as those of a GAN's other player
+# So many steps or passes in a row without an exchange are a mistake; the steps of a GAN's other player,
+# which are meant, are fewer.
 _IDLE = 100
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _CURE = "load a state that this handle's state_dict() returned, into the same set-up"
@@ -88,8 +89,8 @@ class UpdateRanks(ABC):
     """The ranks that exchange updates.
 
     Attributes:
-        membership: this rank's, which lets it leave.
-        asked: whether ranks ask each other about their start, for which all must meet.
+        membership: the presence of this rank, through which it may leave.
+        asked: whether ranks ask each other which weights they begin with; all must then meet for this.
     """
 
     membership: Presence
@@ -105,7 +106,7 @@ class UpdateRanks(ABC):
 
     @abstractmethod
     def check_together(self, comms: Sequence[Communicator], check: Callable[[], None]) -> None:
-        """Run a check before the first step after a load; if it raises on any rank, raise on all."""
+        """Run a check before the first step after a load; if it fails on any rank, raise on all."""
 
     @abstractmethod
     def begin_together(
@@ -115,11 +116,11 @@ class UpdateRanks(ABC):
 
     @abstractmethod
     def step(self) -> AbstractContextManager[bool]:
-        """Return the context of a local step, whose value is whether to take it."""
+        """Return the context of a local step, which yields whether to take the step."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Exchange all that is left, and make replicas equal."""
+        """Exchange everything that is left, and make replicas equal."""
 
 
 @final
@@ -150,12 +151,12 @@ class AllRanks(UpdateRanks):
         return nullcontext(True)
 
     def finish(self) -> None:
-        """Deliver all that is left, uncompressed."""
-        run(self._outer.settle())  # exchanges in flight are booked on the steps that began them
+        """Deliver everything that is left, uncompressed."""
+        run(self._outer.settle())  # exchanges in flight still count for the steps that started them
         node, comm = self._weights.node, self._outer.reducer.comm
         with comm.ledger.outside_steps():
             run(self._outer.deliver())
-            # DDP's broadcast before every forward pass is off
+            # these were not exchanged, and DDP's broadcast before every forward pass is off
             others = self._weights.others()
             for ranks in [comm] if node is None else [node.comm, comm]:
                 run(equalise_(ranks, others))
@@ -163,10 +164,10 @@ class AllRanks(UpdateRanks):
 
 @final
 class Carrier:
-    """Carries exchanges on the handle's thread, and measures their durations.
+    """Runs exchanges on the handle's thread, and measures their durations.
 
     Attributes:
-        busy: seconds of exchanges.
+        busy: seconds that exchanges took.
         waited: seconds that the training thread waited for them.
     """
 
@@ -177,7 +178,8 @@ class Carrier:
     def carry(self, exchange: Begin) -> Awaitable[None]:
         """Queue an exchange.
 
-        On a GPU the job uses this thread's stream, which has read the weights and will write them.
+        On a GPU, the job uses this thread's stream: the weights were read on it, and will be written on
+        it.
         """
         gpu = self._device.type == "cuda"
         stream = torch.cuda.current_stream(self._device) if gpu else None
@@ -200,7 +202,8 @@ class Carrier:
 class UpdateSync(Handle):
     """The handle of a model whose optimizers take local steps between exchanges of updates.
 
-    ``own`` are its weights and their outer engine, ``carrier`` runs exchanges, and ``ranks`` take part.
+    ``own`` holds this rank's weights and their outer engine, ``carrier`` runs exchanges, and ``ranks``
+    stands for the ranks that take part.
     """
 
     def __init__(
@@ -227,15 +230,15 @@ class UpdateSync(Handle):
         self._kinds = kinds_of(self._weights.trained)
         self._seen: list[Any] = []  # the parameters that trained when the model was last checked
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
-        # that have not stepped in the current iteration, so their parameters hold former gradients
+        # optimizers that have not stepped in the current iteration, so their gradients are old
         self._resting = set(own.outer.optimizers)
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
         self._noted: tuple[Tensor | None] | None = None  # see ``_note_start``
-        self._moments: list[Moments] = []  # those loaded, until the first step after a load
+        self._moments: list[Moments] = []  # the loaded moments, until the first step after a load
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
         self._groups: dict[torch.optim.Optimizer, int] = {}  # how many groups each one had
-        self._short: dict[torch.optim.Optimizer, int] = {}  # steps that are not corrected yet
+        self._short: dict[torch.optim.Optimizer, int] = {}  # how many steps are not corrected yet
         self._tell = options.tell
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
@@ -253,7 +256,7 @@ class UpdateSync(Handle):
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers whose steps are followed by exchanges; if empty, the user calls ``step``."""
+        """The optimizers after whose steps ranks exchange; if empty, the user calls ``step``."""
         return self.outer.optimizers
 
     def watch(self, ddp: DistributedDataParallel | None) -> None:
@@ -288,8 +291,7 @@ class UpdateSync(Handle):
         """Return a bucket unchanged, or averaged over the node."""
         node, buffer = self._weights.node, bucket.buffer()
         if node is not None:
-            # the check is queued for the end of the backward pass, which raises an error of the
-            # node
+            # at the end of the backward pass, the check raises if an average of the node has failed
             if bucket.is_last():
                 call_after_backward(node.check)
             return node.average_(buffer)
@@ -311,21 +313,22 @@ class UpdateSync(Handle):
             "checkpoint; load it by sparsync.load or sync.load_state_dict(), as all ranks do, or close() "
             "the handle on all ranks, load, and attach again",
         )
-        # remember the weights after the checks and before the optimizer writes: the step is
-        # computed as a difference
+        # The weights are remembered after the checks, right before the optimizer writes, because
+        # ``lengthen`` computes the step as their difference.
         if (noise := self._weights.noise) is not None:
             remember(optimizer, noise.steps)
             if self.outer.begins_last(self.outer.steps):
                 noise.hold(optimizer)
 
     def _note_start(self) -> None:
-        """Before the first step, note the weights with which this rank begins, before it sees a batch.
+        """Before the first step, note the weights with which this rank begins.
 
-        SAM, and layers that initialise on the first batch, change weights themselves.  Other ranks are
-        asked later (``_check_start``), because a rank may do passes alone, as to find its batch size.
+        This happens before the rank's first batch, because SAM, and layers that initialise themselves on
+        the first batch, change weights.  Other ranks are asked later (``_check_start``), because a rank
+        may do passes alone, e.g. to find its batch size.
         """
         if not self._ranks.asked:
-            self._check_start()  # at once, because a rank that is refused must not join
+            self._check_start()  # at once, because a rank with other weights must not join
         elif self._begins and (self._noted is None or self._changes.replaced()):
             self._noted = (self._loaded_start(),)
             self._changes.remember()
@@ -333,8 +336,8 @@ class UpdateSync(Handle):
     def _check_start(self) -> None:
         """Before the first step, begin from weights loaded after ``attach``, if all ranks loaded them.
 
-        Otherwise their difference from the old weights would be delivered as if it were an update.
-        Every rank asks once, because it cannot know whether others have loaded weights.
+        Without this, their difference from the old weights would be delivered as if it were an update.
+        Every rank asks once, even if it has loaded nothing, because others may have loaded weights.
         """
         if not self._begins:
             return
@@ -350,7 +353,7 @@ class UpdateSync(Handle):
             self._changes.remember()
 
     def _check_moments(self) -> None:
-        """Refuse moments, e.g. rank 0's, that have replaced those that the handle has loaded."""
+        """Refuse moments that have replaced the ones loaded by the handle, e.g. by rank 0's."""
         for one, loaded in zip(self.outer.optimizers, self._moments, strict=True):
             require(
                 same_moments(one.state, loaded),
@@ -374,8 +377,9 @@ class UpdateSync(Handle):
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
-            # Adam counts the steps of every parameter, so its correction can wait for the exchange.
-            # Nothing tells how often other optimizers have stepped a parameter, so theirs cannot.
+            # Adam counts the steps of each parameter, so several can be corrected together, just before
+            # the exchange.  Other optimizers do not count them, so each of their steps is lengthened at
+            # once.
             shares, ranks = noise.shares, self._weights.ranks
             lengthen(optimizer, noise.steps, shares, ranks)
             short = self._short.get(optimizer, 0) + 1
@@ -383,7 +387,7 @@ class UpdateSync(Handle):
                 correct(optimizer, shares, ranks, noise.counts, short)
                 short = 0
             self._short[optimizer] = short
-        # the last optimizer ends an iteration: ranks count iterations, not optimizer steps
+        # ranks count iterations, not optimizer steps, and the last optimizer ends an iteration
         if optimizer is self.outer.optimizers[-1]:
             self.step()
         else:
@@ -395,18 +399,18 @@ class UpdateSync(Handle):
             )
 
     def _note_idle(self, what: str) -> None:
-        """Warn once if training goes on without a local step that counts, so nothing is exchanged."""
+        """Warn once if training goes on without local steps, so that nothing is exchanged."""
         self._idle += 1
         if self._idle == _IDLE and self.reducer.comm.rank == 0:
             say(f"replicas drift apart: {_IDLE} times in a row there was {what}")
 
     def _look_outside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Say once which parameters of an optimizer this handle and others do not exchange.
+        """Warn once of parameters that an optimizer steps, but that no handle exchanges.
 
-        They are not refused, because DDP may exchange them, or ranks may keep them for themselves.
+        They are not refused, because DDP may exchange them, or each rank may be meant to have its own.
         """
         groups = optimizer.param_groups
-        if self._groups.get(optimizer) == len(groups):  # the usual case: none was added
+        if self._groups.get(optimizer) == len(groups):  # the usual case: no group was added
             return
         self._groups[optimizer] = len(groups)
         module, known = self._plain(), exchanged_updates()
@@ -442,10 +446,10 @@ class UpdateSync(Handle):
             run(self.outer.resume())
         self._weights.reshard()
         if self.outer.optimizers:
-            if not torch.compiler.is_compiling():  # otherwise the step notes them
+            if not torch.compiler.is_compiling():  # otherwise ``_check_start`` looks at the weights
                 self._note_start()
         elif self._begins:
-            # ``step`` would be too late: the user calls it after the optimizer's step
+            # checked here, because the user calls ``step`` only after the optimizer's step
             self._begins = False
             require(
                 not self._loaded(self.outer.read(self._weights)),
@@ -461,7 +465,7 @@ class UpdateSync(Handle):
         """Refuse parameters that train now, but are not exchanged."""
         self._weights.reshard()  # FSDP2 then shows the parameters that are exchanged
         ddp = self._ddp()
-        module = self._plain() if ddp is None else ddp.module  # which may be another one by now
+        module = self._plain() if ddp is None else ddp.module  # the user may have replaced it
         assert module is not None
         if (seen := training(module)) != self._seen and not substituted(module):
             alone = () if ddp is None else ddp.parameters_to_ignore
@@ -513,12 +517,13 @@ class UpdateSync(Handle):
             self._weights.average_over(counted.ranks)
 
     def step(self) -> None:
-        """Count a local step; begin and end exchanges.  The optimizer's hook, if any, calls this.
+        """Count a local step; start and apply the exchanges that are due.
 
-        Call this yourself when this rank skips an iteration that other ranks run.
+        The optimizer's hook calls this.  Call it yourself if ``attach`` was given no optimizer, and when
+        this rank skips an iteration that other ranks run.
 
         Raises:
-            NonFiniteGradientError: NaN or Inf on some rank, twice in a row.
+            NonFiniteGradientError: NaN or Inf on some rank in two exchanges in a row.
             CommunicationError: a peer is gone, or took longer than the timeout.
         """
         with self._ranks.step() as present:
@@ -537,8 +542,8 @@ class UpdateSync(Handle):
             self._before = outer.steps, self.reducer.comm.ledger.set_up()
             self._started = time.perf_counter()
         # The order matters: samples and buffers are part of the vector that ``advance`` reads, and
-        # ``remember`` records the weights as the exchange has left them.  The step counts even if this
-        # raises, because the other ranks have made it.
+        # ``remember`` must see the weights as the exchange leaves them.  The step counts even if this
+        # raises, because the other ranks make it.
         try:
             if self._weights.noise is not None and outer.begins_last(outer.steps):
                 former = (p for o in self._resting for g in o.param_groups for p in g["params"])
@@ -561,7 +566,7 @@ class UpdateSync(Handle):
             )
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
-        # Compare the shared weights, because the ranks' own weights differ by design. Inside a
+        # The shared weights are compared, because the ranks' own weights differ by design. Inside a
         # node, the ranks' own weights must be equal as well.
         sentinel = self._sentinel
         if sentinel is not None and sentinel.due(outer.steps - 1):
@@ -590,7 +595,7 @@ class UpdateSync(Handle):
             )
 
     def _advise(self) -> None:
-        """Tell the user if plain DDP would be about as fast, because DDP loses no accuracy."""
+        """Tell the user if plain DDP would be about as fast, because it loses no accuracy."""
         seconds = (time.perf_counter() - self._started) / _ADVISED
         waited, dense = self._carrier.waited / _ADVISED, self._dense_seconds()
         if dense < max(_NEGLIGIBLE * seconds, waited):
@@ -604,8 +609,8 @@ class UpdateSync(Handle):
         """Estimate the seconds of an allreduce of all gradients from two small allreduces."""
         run(self.outer.settle())
         size, channel = self.outer.layout.end, self.reducer.channel("weights").apart()
-        # Alpha is the time of one element, and beta follows from the difference. Each time is the
-        # least of three, because other load on the machine only adds time.
+        # The first allreduce, of one element, gives the latency; the difference gives the seconds per
+        # element. Each time is the least of three, because other load on the machine only adds time.
         best = []
         for count in (1, min(size, _PROBE)):
             spent = []
@@ -625,7 +630,8 @@ class UpdateSync(Handle):
     def shared(self) -> AbstractContextManager[None]:
         """Put the shared weights into the model, to evaluate or save them; then restore this rank's.
 
-        Before the first step, weights that were loaded after ``attach`` are those with which all begin.
+        If weights were loaded after ``attach``, and no step was made yet, the model stays as it is: all
+        ranks will begin with these weights.
         """
         run(self.outer.resume())
         if self._loaded_start() is not None:
@@ -636,17 +642,21 @@ class UpdateSync(Handle):
         """Return the shared weights with which this rank begins, if it has loaded any since attach."""
         if not self._begins:
             return None
-        # weights that were replaced since, as by a checkpoint, are noted anew
+        # the note holds unless the weights were replaced since, e.g. by a checkpoint
         if self._noted is not None and not self._changes.replaced():
             return self._noted[0]
         own, shared = self.outer.read(self._weights), self.outer.memory["shared"]
         end = self.outer.layout.end
-        # buffers, which lie beyond the end, have seen a batch since, and are averaged anyway
+        # Buffers, which lie beyond the end, stay the shared ones: this rank's may have seen a batch, and
+        # buffers are averaged anyway.
         return torch.cat([own[:end], shared[end:]]) if self._loaded(own) else None
 
     @outside_inference
     def finish(self) -> None:
-        """Exchange everything left and make replicas equal; all ranks call this, and may train on."""
+        """Exchange everything that is left and make replicas equal.
+
+        All ranks call this, and may train on afterwards.
+        """
         self._own.check("finish()")
         run(self.outer.resume())
         self._check_start()
@@ -656,8 +666,8 @@ class UpdateSync(Handle):
 
     def _before_close(self) -> None:
         """Warn if this rank's weights differ from the shared ones, as they do until ``finish``."""
-        # if the program has written weights since the last step, as with its best checkpoint, nothing is
-        # known about replicas
+        # If the program has written weights since the last step, e.g. its best checkpoint, nothing is
+        # known about other replicas.
         if not self._differs or self.left or self.reducer.comm.rank or self._changes.written():
             return
         self._weights.reshard()
@@ -706,8 +716,8 @@ class UpdateSync(Handle):
             **exchanged,
             **self.outer.layout.extents(),
             **own,
-            # True marks NaN from this rank's own steps, which the next exchange repairs.  Without
-            # the mark, ``validate`` would take NaN in a state for damage.
+            # True if this rank's own steps have produced NaN, which the next exchange repairs.  Otherwise
+            # ``validate`` takes NaN in a state for damage.
             "broken": is_broken(own, self._weights.exchanged()),
             "left_out": {name: name in self._weights.left_out for name in self._weights.buffers},
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -730,7 +740,7 @@ class UpdateSync(Handle):
                 self._weights.trained,
                 outer.optimizers,
                 exchanged=self._weights.exchanged(left_out),
-                # a resharded state has no thresholds and boundaries; they start afresh
+                # a resharded state has no thresholds and boundaries (None), so they start afresh
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
                 finite=content.get("broken") is not True,
             ),
@@ -743,15 +753,15 @@ class UpdateSync(Handle):
         }
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; change nothing.
+        """Check that a saved state fits, on this rank alone and without changing anything.
 
         Raises:
             ConfigurationError: the state does not fit; the message names the first field that does
                 not.
         """
         content = opened(state, "updates")
-        # The settings are checked first, so a state saved with other settings is refused for that reason,
-        # not for the first field that it lacks.
+        # Settings are checked first, so that a state saved with other settings is refused for that
+        # reason, not for the first field that it lacks.
         check_saved(content, Fields(self.outer.place(), more=object), "state", _CURE)
         check_saved(content, Fields(self.kinds(content)), "state", _CURE)
         return parse_state(self.reducer, content["reducer"])
@@ -779,16 +789,16 @@ class UpdateSync(Handle):
         parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         content = state["content"]
         run(agree_state(self.reducer.comm, parsed, self.common(content), parts=self._inner))
-        # Optimizers are loaded first: they may be from any library, so loading them may still fail.
+        # Optimizers are loaded first: they may come from any library, so loading them may still fail.
         self._load_optimizers(comms, content)
         self._take(content, parsed)
         self.reducer.comm.ledger.begin_step(self.reducer.step)
 
     def _load_optimizers(self, comms: Sequence[Communicator], state: Mapping[str, Any]) -> None:
-        """Load the states of optimizers and scaler; if one fails on any rank, all are rolled back."""
+        """Load the states of optimizers and scaler; if a load fails on any rank, undo all of them."""
         module, scaler = self._plain(), self._scaler if state["scaler"] else None
         assert module is not None
-        # keep references: a load replaces these objects, and a second load to restore them might raise
+        # a load replaces these objects, so references undo it; a second load might raise as well
         former = [(one, one.state, one.param_groups) for one in self.outer.optimizers]
         scale = None if scaler is None else scaler.state_dict()
 
@@ -831,11 +841,11 @@ class UpdateSync(Handle):
 class _Carried(Operation):
     """An exchange in flight on the engine's thread.
 
-    This is not a coroutine, because Python warns about a coroutine that is never awaited, as when the
-    process ends before the exchange has landed.
+    This is not a coroutine, because Python warns about a coroutine that is never awaited.  That happens
+    if the process ends before the exchange has been applied.
 
     Attributes:
-        goes_on: whether something other than the exchange has ended the last wait, e.g. Ctrl-C.
+        goes_on: whether the last wait was broken off, e.g. by Ctrl-C, so that the exchange goes on.
     """
 
     def __init__(self, future: Future[float], carrier: Carrier) -> None:
@@ -854,7 +864,7 @@ class _Carried(Operation):
 
 
 def _left_out(state: Mapping[str, Any]) -> list[str]:
-    """Return the buffers that were left out when a state was saved; empty if the field is missing."""
+    """Return the buffers that were left out when a state was saved; none if the field is missing."""
     saved = state.get("left_out")
     return [n for n, out in saved.items() if out is True] if isinstance(saved, Mapping) else []
 

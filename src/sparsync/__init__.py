@@ -17,11 +17,11 @@ One line in a training script::
 
     sync = sparsync.attach(model, optimizer)
 
-With SGD this exchanges gradients, as above.  With AdamW, Muon and others it exchanges the changes made
-by the optimizer, every second step, in two bits per element (more for small models); these changes then
-replace ``gradient`` in the drawing (``docs/optimizers.md``).
+With SGD, this exchanges gradients, as above.  With AdamW, Muon and others, it exchanges updates, the
+changes that the optimizer makes to the weights: on every second step, in two bits per element (more for
+small models).  Updates then take the place of ``gradient`` in the drawing (``docs/optimizers.md``).
 
-Without a model: ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``, or
+Without a model, call ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``,
 ``sparsync.iallreduce`` for a future, or ``sparsync.allgather(vector, comm)``.
 """
 
@@ -69,9 +69,9 @@ __all__ = [
     "simulate",
 ]
 
-# Names that are imported on first use, so ``import sparsync`` takes little longer than ``import
-# torch``. ``attach`` is not among them: a later import of the submodule ``sparsync.attach`` would
-# rebind the name to the module.
+# These names are imported on first use, so that ``import sparsync`` takes little longer than ``import
+# torch``. ``attach`` is not among them, because a later import of the submodule ``sparsync.attach``
+# would rebind the name to the module.
 _LATER = MappingProxyType(
     {
         "Algorithm": "sparsync.algorithm",
@@ -92,7 +92,7 @@ _LATER = MappingProxyType(
 )
 
 
-# submodules that work as attributes after ``import sparsync`` alone, e.g. ``sparsync.presets.resolve``
+# submodules that are available after ``import sparsync`` alone, e.g. as ``sparsync.presets.resolve``
 _MODULES = frozenset(
     {
         "api",

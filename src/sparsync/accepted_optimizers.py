@@ -26,19 +26,20 @@ __all__ = [
 
 _ALIKE: Final = "exchange='gradients' suits it, because all ranks then make the same steps"
 
-# Optimizers of the package pytorch-optimizer that compute weights from sums, or from older weights, which
-# each rank keeps for itself: of a shift by an exchange, 0 to 73 % were left three steps later.  Nothing
-# in an optimizer's state tells them apart (Prodigy also keeps its first weights), hence the names.
+# These optimizers of the package pytorch-optimizer compute weights from sums, or from older weights, that
+# each rank keeps for itself.  So they undo exchanges: three steps after an exchange, only 0 to 73 % of
+# its change was left.  They are listed by name, because an optimizer's state does not reveal this
+# (Prodigy also keeps its first weights).
 _FROM_MEMORY: Final = frozenset(
     {"A2Grad", "DAdaptAdaGrad", "DAdaptSGD", "FTRL", "MADGRAD", "Ranger", "SRMM"}
 )
 
 
 def plain_optimizers(given: Any) -> list[Optimizer]:
-    """Return the optimizers that actually step, without wrappers such as Accelerate's or SAM.
+    """Return the optimizers that change the weights, without wrappers such as Accelerate's or SAM.
 
     A wrapper is any object with another optimizer in one of its attributes.  Training loops call the
-    wrapper or the inner optimizer (SAM's ``second_step``).  Either way, the inner optimizer steps
+    wrapper or the inner optimizer (SAM's ``second_step``).  In both cases the inner optimizer steps
     exactly once, so ``attach`` hooks the inner one.
 
     Raises:
@@ -49,7 +50,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
     found: dict[Optimizer, None] = {}
     for one, inner in chain_of(given):
         name = type(one).__name__
-        # torch's PostLocalSGDOptimizer is recognised by its averager
+        # e.g. torch's PostLocalSGDOptimizer
         if callable(getattr(getattr(one, "averager", None), "average_parameters", None)):
             raise ConfigurationError(
                 f"{name} averages weights over ranks, as attach does; give the optimizer inside it, to "
@@ -61,8 +62,8 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
             raise ConfigurationError(
                 f"optimizer is {name}; give a torch.optim.Optimizer, or a list of them"
             )
-        # torch's Optimizer.__init__ creates the hook registries; without them, no step would ever
-        # be seen
+        # torch's Optimizer.__init__ creates the registries of hooks; without them, no hook could be
+        # registered
         if not hasattr(one, "_optimizer_step_post_hooks"):
             raise ConfigurationError(
                 f"{name} has no hooks, because its __init__ does not call torch.optim.Optimizer's; let "
@@ -90,8 +91,8 @@ def _held(one: Any) -> list[Optimizer]:
 def chain_of(given: Any, around: Sequence[Any] = ()) -> Iterator[tuple[Any, list[Optimizer]]]:
     """Yield each given optimizer with a list of the optimizers inside it, then recurse into that list.
 
-    ``around`` lists the wrappers on the path so far: an inner optimizer that refers back to its wrapper
-    would otherwise make the recursion endless.
+    ``around`` lists the wrappers on the path so far.  They are skipped, because an inner optimizer that
+    refers back to its wrapper would make the recursion endless.
     """
     for one in () if given is None else given if isinstance(given, Sequence) else (given,):
         inner = [held for held in _held(one) if all(held is not other for other in around)]
@@ -109,15 +110,15 @@ def check_stepped(given: Any) -> None:
     """Refuse an optimizer whose local steps cannot be averaged.
 
     Raises:
-        ConfigurationError: the optimizer leaves some parameters to other ranks (ZeRO), computes the
-            evaluation weights from local state (schedule-free), or the weights themselves (FTRL), or
-            compares gradients at several points (LBFGS).
+        ConfigurationError: the optimizer leaves some parameters to other ranks (ZeRO), computes weights
+            from state that is not averaged, either those for evaluation (schedule-free) or those that
+            train (FTRL), or compares gradients at several points (LBFGS).
     """
     for one, inner in chain_of(given):
         name = type(one).__name__
-        # Unsuitable optimizers are recognised by behaviour, because other packages have such
-        # optimizers under other names. ZeRO lists all parameters, but its inner optimizer holds
-        # only this rank's share.
+        # Such optimizers are recognised by their behaviour where possible, because packages have them
+        # under many names. ZeRO lists all parameters, but its inner optimizer holds only this rank's
+        # share.
         wanted, held = (set(map(id, _parameters(its))) for its in ([one], inner))
         if held and not wanted <= held:
             raise ConfigurationError(
@@ -126,7 +127,7 @@ def check_stepped(given: Any) -> None:
                 f"would learn from one rank's data alone.  Give each rank a whole optimizer; {_ALIKE}"
             )
         switches = (getattr(one, "train", None), getattr(one, "eval", None))
-        # wrappers such as Accelerate's have train() and eval() only to forward calls
+        # wrappers such as Accelerate's also have train() and eval(), which only forward the call
         if not inner and all(map(callable, switches)):
             raise ConfigurationError(
                 f"{name} has train() and eval(), as schedule-free optimizers do: the weights for "
@@ -146,10 +147,10 @@ def check_stepped(given: Any) -> None:
 
 
 def check_steps_some(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Refuse optimizers that step no parameter of the model, as those of a copy or of a former model.
+    """Refuse optimizers that step no parameter of the model, e.g. because they were made from a copy.
 
     Raises:
-        ConfigurationError: none of the parameters that train is in any of the optimizers.
+        ConfigurationError: none of the optimizers steps any of the parameters that train.
 
     Example:
         >>> net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

@@ -37,9 +37,9 @@ __all__ = [
     "settings_of",
 ]
 
-# Models with at least this many elements exchange 1 %. In a smaller model, delay costs more steps
-# and saving bytes saves less time, so the density grows as elements ** -1.5, up to 1 at 46,415
-# elements.
+# Models with at least this many elements exchange 1 % of them. In a smaller model, delay costs more
+# steps, and fewer bytes save less time. The density therefore grows as elements ** -1.5, up to 1 at
+# 46,415 elements.
 LARGE = 1_000_000
 USUAL_DENSITY = 0.01
 
@@ -54,15 +54,16 @@ class Algorithm:
         make_collective: builds one collective; called once per unit.
         options: the options given to the preset; ranks compare them.
         source: the paper and its equation, for tables.
-        average: whether the total is divided by world_size; SparCML applies the sum.
+        average: whether the total is divided by world_size; if not, the sum is applied, as in SparCML.
         shared: whether several units share a global k, each in proportion to its large entries;
             otherwise, each unit has its own k.
         unit_bytes: size of the units within which entries are selected, unless the user gives one; see
             ``plan_units``.
-        compress: which parameters are exchanged sparsely, unless the user decides; None for all.
-        bits: bits per element if every element is sent in few bits; None if selected entries are
-            sent, or full-width numbers.
-        output: the algorithm for the output layer, if it differs.
+        compress: returns whether a parameter is exchanged sparsely, unless the user gives such a
+            function; None if all are.
+        bits: bits per element if every element is sent in a few bits; None if selected entries or
+            full-width numbers are sent.
+        output: the algorithm for the output layer, if it is another one.
         make_dense: builds the collective of dense units, once per unit; None for ``Dense``.
         prepare: measures the group before the first step and returns the algorithm for this group;
             None if there is nothing to measure.
@@ -88,7 +89,7 @@ class Algorithm:
 
     @property
     def result(self) -> Result:
-        """The kind of total; "whole" if no entries are selected."""
+        """The kind of the total; "whole" if no entries are selected."""
         return self.make_collective().result
 
     @property
@@ -114,9 +115,9 @@ class Algorithm:
     def bytes_of(
         self, units: Sequence[Unit], density: float, world_size: int
     ) -> tuple[float, float] | None:
-        """Return a step's bytes by the declared costs, for dense units and for all others.
+        """Return the bytes of a step by the declared costs, for dense units and for all other units.
 
-        None if a collective declares no cost.
+        Return None if a collective declares no cost.
         """
         sent = {True: 0.0, False: 0.0}
         for unit in units:
@@ -129,7 +130,7 @@ class Algorithm:
         return sent[True], sent[False]
 
     def dense_share(self, units: Sequence[Unit], density: float, world_size: int) -> float:
-        """Return the fraction of a step's bytes, in [0, 1], that dense units send by the declared costs.
+        """Return the fraction of a step's bytes that dense units send, by the declared costs.
 
         The fraction is 0 if a collective declares no cost.
         """
@@ -137,9 +138,9 @@ class Algorithm:
         return dense / (dense + rest) if dense else 0.0
 
     async def on(self, comm: Communicator) -> Algorithm:
-        """Adapt the algorithm to a group; all ranks of the group must call this, on equal algorithms."""
-        # compare names before measuring: ranks with different algorithms would wait in different
-        # collectives
+        """Return the algorithm adapted to a group; all ranks of the group must call this."""
+        # names are compared before anything is measured, because ranks with different algorithms would
+        # wait in different collectives
         await agree(comm, {"the algorithm": self.name})
         if self.prepare is None:
             return self
@@ -156,10 +157,10 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table: everything that commands, ``auto``, contracts and docs need on an algorithm.
+    """A row of the table: all that commands, ``auto``, contracts and docs need to know of an algorithm.
 
-    If ``planned`` is set, ``auto`` and ``sparsync plan`` may choose the algorithm, whose default
-    options must then round no more than bf16 does.  Of rows with equal predictions, the first wins.
+    If ``planned`` is set, ``auto`` and ``sparsync plan`` may choose the algorithm.  Its default options
+    must then round no more than bf16 does.  Among rows with equal predictions, the first wins.
     """
 
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options
@@ -229,8 +230,9 @@ def settings_of(part: object) -> str:
         return f"[{', '.join(map(settings_of, part))}]"
     kept: dict[str, Any] = {}
     if isinstance(part, Stateful):
-        # Public attributes count as settings, so that a third party's class need not declare any.  Of
-        # the private ones, which may be caches, only further selectors and collectives count.
+        # All public attributes count as settings, so that a third party's class need not declare its
+        # settings.  Private attributes may be caches; among them, only further selectors and collectives
+        # count.
         for name, value in sorted(vars(part).items()):
             parts = value if isinstance(value, list | tuple) else [value]
             inner = any(isinstance(one, Stateful) for one in parts)
@@ -238,7 +240,7 @@ def settings_of(part: object) -> str:
                 kept[name] = value
     elif is_dataclass(part):
         kept = {field.name: getattr(part, field.name) for field in fields(part)}
-    # anything else is only named, because its text may have an address
+    # of anything else only the type counts, because its text may contain an address
     named = ", ".join(f"{name}={settings_of(value)}" for name, value in kept.items())
     return f"{type(part).__name__}({named})"
 
@@ -246,9 +248,9 @@ def settings_of(part: object) -> str:
 def default_density(elements: int) -> float:
     """Return the default density for a model: 1 %, and more for small models.
 
-    Delay costs steps, most of all when momentum or a high learning rate acts on late entries.  Below
-    ``LARGE`` elements, ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged, i.e. all of them
-    up to 46,415 elements.
+    Delay costs steps, most of all if momentum or a high learning rate acts on late entries.  Below
+    ``LARGE`` elements, ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged.  Up to 46,415
+    elements, these are all entries.
 
     Example:
         >>> [round(default_density(n), 3) for n in (5_000, 100_000, 300_000, 1_000_000, 25_000_000)]
@@ -262,7 +264,7 @@ def default_bits(elements: int) -> int:
     """Return the default bits per element for a model's updates: 2, and more for small models.
 
     Rounding costs steps, and a small model need not save every byte.  An exchange therefore sends 8 or
-    4 bits per element if that makes at most ``LARGE`` bits in all (125 kB), and otherwise 2.
+    4 bits per element if these are at most ``LARGE`` bits in all (125 kB), and otherwise 2.
 
     Example:
         >>> [default_bits(n) for n in (5_000, 125_000, 150_000, 300_000, 25_000_000)]

@@ -1,4 +1,4 @@
-"""Convert vectors of NumPy, SciPy and PyTorch to those of sparsync."""
+"""Convert vectors of NumPy, SciPy and PyTorch to vectors of sparsync."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["as_vector"]
 def as_vector(vector: Any) -> Vector:
     """Return a dense or a sparse vector with the same elements, sharing memory if possible.
 
-    This takes a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or tensors,
-    with distinct indices of any integer type in any order; a sparse tensor of PyTorch or a
-    ``scipy.sparse`` array or matrix, with one row, one column or one dimension (duplicates are
-    summed); a ``SparseVector`` or a ``DenseVector``.
+    The argument may be a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or
+    tensors, with distinct indices of any integer type in any order; a sparse PyTorch tensor, or a
+    ``scipy.sparse`` array or matrix, with one row, one column or one dimension (duplicates are summed);
+    a ``SparseVector``; or a ``DenseVector``.
 
     Example:
         >>> import numpy as np
@@ -114,7 +114,7 @@ def _from_torch(matrix: Tensor) -> SparseVector:
 
 def _from_scipy(matrix: Any) -> SparseVector:
     along, size = _along(tuple(matrix.shape))
-    coo = matrix.tocoo(copy=True)  # because duplicates are summed in place
+    coo = matrix.tocoo(copy=True)  # a copy, because duplicates are summed in place
     coo.sum_duplicates()
     # stored zeros are kept, because not every operation's neutral element is 0
     return _from_parts(

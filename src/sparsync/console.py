@@ -18,7 +18,7 @@ def say(message: str, prefix: str = "sparsync") -> None:
 
     Args:
         message: the line, without the line break.
-        prefix: the speaker, before a colon.
+        prefix: the name before the colon.
 
     Example:
         >>> from contextlib import redirect_stderr
@@ -27,8 +27,8 @@ def say(message: str, prefix: str = "sparsync") -> None:
         'sparsync: exchanges updates\n'
     """
     line = f"{prefix}: {message}\n"
-    # AttributeError: standard error was closed before Python started, so ``sys.stderr`` is None;
-    # ValueError: it was closed later
+    # AttributeError is raised if standard error was closed before Python started, because ``sys.stderr``
+    # is then None; ValueError is raised if it was closed later.
     with suppress(AttributeError, OSError, ValueError):
         sys.stderr.flush()
         try:
@@ -36,6 +36,6 @@ def say(message: str, prefix: str = "sparsync") -> None:
         except io.UnsupportedOperation:  # replaced, e.g. by a test or a notebook
             sys.stderr.write(line)
             return
-        # the line is written unbuffered: if the pipe breaks, text left in the buffer makes the
-        # process exit with code 120
+        # The line is written without a buffer: if the pipe was broken, text left in a buffer would make
+        # the process exit with code 120.
         os.write(file, line.encode(sys.stderr.encoding, "backslashreplace"))

@@ -22,9 +22,8 @@ from sparsync.updates import OuterStep
 
 __all__ = ["Choice", "by_seconds", "measured_choice"]
 
-# Updates must take less than this fraction of the dense exchange's seconds, because predictions err
-# by up to 10 %. In doubt, dense gradients are better, because they leave every training step
-# unchanged.
+# Updates must take less than this fraction of the dense exchange's seconds, because predictions may be
+# off by 10 %. In doubt, dense gradients are better, because they leave every training step unchanged.
 _CLEARLY = 0.9
 _UNKNOWN = (
     "the number of steps to a given loss differs between the two and is not known here (sparsync "
@@ -44,9 +43,9 @@ class Choice:
 def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -> Choice:
     """Choose the exchange with fewer seconds per step; updates must save at least 10 %.
 
-    The duration of a backward pass is unknown before the first step, so no part of the dense exchange
-    is assumed to overlap with it.  The choice is pure arithmetic, so ranks with the same machine choose
-    alike.
+    The duration of a backward pass is unknown before the first step, so the dense exchange is assumed not
+    to overlap with it.  The choice depends only on the arguments, so ranks with the same ``machine``
+    choose alike.
 
     Args:
         outer: the settings for exchanging updates; all elements are assumed to be sent.

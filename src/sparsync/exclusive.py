@@ -49,24 +49,24 @@ class Guard:
     """A hook on all optimizers of the process, which refuses steps by optimizers unknown to a handle.
 
     An optimizer created after ``attach`` does not have the handle's hook, so its steps would never be
-    exchanged.  These hooks also show a second ``attach`` which parameters are taken.  The parameters
-    carry no mark, because copies and saved models would inherit it.
+    exchanged.  From these hooks, a second ``attach`` also learns which parameters are exchanged already.
+    Parameters carry no mark for this, because copies and saved models would inherit it.
 
-    Cost: none for the handle's own optimizers; for others, a look at each of their parameters.
+    Cost: none for the handle's own optimizers; for others, a lookup of each of their parameters.
     """
 
     def __init__(self, sync: _Guarded) -> None:
         self.sync = weakref.ref(sync)
         self.remove = _on_all_optimizers(self, sync)
 
-    # a compiled step must not trace the guard, which reads private state of optimizers and handles
+    # torch.compile must not trace the guard, which reads private state of optimizers and handles
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, optimizer: Optimizer, *_step: Any) -> None:
         """Refuse the step of an unknown optimizer on parameters whose updates are exchanged."""
         sync = self.sync()
         if sync is None or any(optimizer is one for one in sync.optimizers):
             return
-        # look names up by identity: ``in`` on a list of tensors would compare their elements
+        # parameters are found by identity, because ``in`` on a list of tensors would compare elements
         names = {id(parameter): name for name, parameter in sync.trained.items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         # an optimizer may also wrap one of the handle's optimizers, or be wrapped by one
@@ -85,8 +85,9 @@ class Guard:
 def refuse_inside_backward(sync: object) -> Callable[[], None]:
     """Refuse steps inside ``backward()`` until the returned function is called, or ``sync`` is freed.
 
-    E.g. those of a hook that steps each parameter's own optimizer: gradients are not exchanged yet, and
-    an exchange would write weights that the backward pass still reads.
+    For instance, a hook on each parameter may step that parameter's own optimizer.  But inside
+    ``backward()``, gradients are not exchanged yet, and an exchange of updates would write weights that
+    the backward pass still reads.
 
     Cost: none outside of backward passes.
     """
@@ -95,7 +96,7 @@ def refuse_inside_backward(sync: object) -> Callable[[], None]:
 
 @contextmanager
 def repeating() -> Iterator[None]:
-    """Allow steps inside ``backward()``: a rank that catches up there repeats those of the others."""
+    """Allow steps inside ``backward()``, where a joining rank repeats the steps of the others."""
     token = _REPEATS.set(True)
     try:
         yield
@@ -120,15 +121,18 @@ def _check_after_backward(optimizer: Optimizer, *_step: Any) -> None:
 
 
 def _on_all_optimizers(hook: Callable[..., None], sync: object) -> Callable[[], None]:
-    """Call a hook before all steps in the process, until ``sync`` is freed; return what removes it."""
+    """Call a hook before all steps in the process, until ``sync`` is freed.
+
+    Return a function that removes the hook earlier.
+    """
     handle = hooks.register_optimizer_step_pre_hook(hook)
-    # torch keeps global hooks forever; at process exit there is nothing left to remove
+    # torch would keep a global hook forever; but at the end of the process, nothing need be removed
     weakref.finalize(sync, handle.remove).atexit = False
     return handle.remove
 
 
 def check_outermost(model: nn.Module) -> None:
-    """Refuse a container around DDP: the DDP module inside would still exchange gradients.
+    """Refuse a model that contains a DDP module, which would exchange gradients as well.
 
     Raises:
         ConfigurationError: there is a DDP module inside; the message names it.
@@ -144,12 +148,11 @@ def check_outermost(model: nn.Module) -> None:
 
 
 def check_outside_ddp(module: nn.Module) -> None:
-    """Refuse a forward pass of an attached module inside DDP, which would exchange its gradients too.
+    """Refuse a forward pass of an attached module inside DDP, which would also exchange its gradients.
 
-    This cannot be checked earlier: a module does not know whether DDP wraps it until a forward pass runs.
+    This cannot be checked before a forward pass, because a module does not know that DDP wraps it.
     """
-    # DDP sets this private attribute during its forward pass, for torch.compile; there is no public
-    # equivalent
+    # DDP sets this private attribute during its forward pass, for torch.compile; there is no public one
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and any(inner is module for inner in ddp.modules()):
         raise ConfigurationError(
@@ -159,7 +162,7 @@ def check_outside_ddp(module: nn.Module) -> None:
 
 
 def check_unattached(model: nn.Module) -> None:
-    """Refuse a second ``attach`` of a parameter.
+    """Refuse a model with parameters that are exchanged already.
 
     Raises:
         ConfigurationError: a parameter is exchanged already; the message names the first one.
@@ -167,9 +170,9 @@ def check_unattached(model: nn.Module) -> None:
     ignored, ddp = set[str](), False
     if isinstance(model, DistributedDataParallel):
         if model._comm_hooks and CommHook.closed_of(model) is None:
-            return  # ``check_ddp`` says so
-        # the module may share parameters with that of another DDP model, as long as their passes take
-        # turns; but updates would be exchanged twice
+            return  # ``check_ddp`` will refuse the hook
+        # Two DDP models may share parameters whose gradients are exchanged, if their passes take turns.
+        # But updates would be exchanged twice.
         ignored, ddp, model = set(model.parameters_to_ignore), True, model.module
     exchanged = exchanged_updates()
     for name, parameter in model.named_parameters():
@@ -184,14 +187,14 @@ def check_unattached(model: nn.Module) -> None:
 
 
 def gradient_hooks(parameter: Tensor) -> list[Hook]:
-    """Return the hooks by which a handle sees the gradients of a parameter; empty if there is none."""
-    # torch's registry of a parameter's hooks has no public name
+    """Return the hooks through which handles see the gradients of a parameter."""
+    # torch has no public name for its registry of a parameter's hooks
     marks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return [mark for mark in marks.values() if isinstance(mark, Hook)]
 
 
 def exchanged_updates() -> set[int]:
-    """Return the identities of all parameters whose updates some handle exchanges."""
+    """Return the identities of all parameters whose updates are exchanged by any handle."""
     return {id(p) for sync in _guarded() for p in sync.trained.values()}
 
 

@@ -1,7 +1,7 @@
 """Describe saved states field by field, and check a state against its schema.
 
-A schema is derived from the live state, so it has the names, shapes and counts of this run.  A saved
-state is untrusted, so all of it is checked before anything changes.
+A schema is derived from the live state, so it contains the names, shapes and counts of this run.  A
+saved state is untrusted, so all of it is checked before anything changes.
 
 Every saved state is wrapped in an envelope with its kind and a version: see ``sealed`` and ``opened``.
 """
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 STATE_VERSION: Final = 3
-"""Incremented whenever an older state of any kind would be misread; ranks compare it on ``attach``."""
+"""To be incremented when an older state of any kind would be misread; ranks compare it on ``attach``."""
 
 STATE_KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -104,7 +104,10 @@ class Exactly:
 
 @dataclass(frozen=True)
 class Fields:
-    """A dictionary with all ``required`` and any ``optional`` keys; other values must match ``more``."""
+    """A dictionary with all ``required`` keys, and any of the ``optional`` ones.
+
+    Values under other keys must match ``more``; if it is None, other keys are refused.
+    """
 
     required: Mapping[str, Kind]
     optional: Mapping[str, Kind] = field(default_factory=dict)
@@ -221,7 +224,7 @@ def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
 
 
 def _is(value: Any, kind: Kind) -> bool:
-    """Return whether a single value, with no fields to report, matches a kind."""
+    """Return whether a value matches a kind that has no fields or items."""
     if isinstance(kind, Number):
         return fits(value, int if kind.whole else float) and kind.least <= value <= kind.most
     if isinstance(kind, Values):
@@ -257,7 +260,7 @@ def _in_range(value: Tensor, kind: Values) -> bool:
     if value.is_complex():
         return not kind.finite or bool(torch.isfinite(value).all())
     if value.is_floating_point() and kind.finite:
-        least, most = map(float, value.aminmax())  # NaN if there is one
+        least, most = map(float, value.aminmax())  # both are NaN if the tensor contains NaN
         return kind.least <= least and math.isfinite(least) and math.isfinite(most)
     return kind.least == -math.inf or not bool((value < kind.least).any())
 
@@ -276,7 +279,7 @@ def _is_plain(value: Any, finite: bool = True) -> bool:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Compare plain values. True is not 1, but a tuple equals a list, which files store instead."""
+    """Compare plain values; True is not 1, but a tuple equals a list, because files store it as one."""
     if _is_list(expected):
         return _is_list(value) and len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(expected, Mapping):
@@ -290,9 +293,9 @@ def same(value: Any, expected: Any) -> bool:
 
 
 def like(value: Any) -> Kind:
-    """Return the kind that matches a live value's keys, counts, shapes and dtypes, with finite numbers.
+    """Return the kind of values with the keys, counts, shapes and dtypes of a live value.
 
-    A live None, usually an option that is not set, allows any plain value.
+    Numbers must be finite.  A live None, usually an option that is not set, allows any plain value.
     """
     if isinstance(value, Tensor):
         return Values(tuple(value.shape), value.dtype)
@@ -317,8 +320,8 @@ def opened(state: Any, kind: str, content: Kind = Mapping) -> dict[str, Any]:
     """Return the content of a saved state; refuse one of another kind or version.
 
     Args:
-        state: an untrusted state of any type.  The file of a checkpoint has further entries under
-            "beside", next to the content.
+        state: an untrusted state of any type.  In a checkpoint's file, the envelope has further entries
+            under "beside".
         kind: one of ``STATE_KINDS``.
         content: the kind that the content must match.
 
@@ -338,8 +341,8 @@ load it into an averager, and here a state of a handle that exchanges updates
     other = next((its for name, its in STATE_KINDS.items() if same(given, name)), None)
     cure = f"load a state of {STATE_KINDS[kind]}"
     elsewhere = f"load it into {other}, and here a state of {STATE_KINDS[kind]}"
-    # The order matters: a state of another kind, or of a later version, may have other fields.  The error
-    # must name the kind or the version, not the first of these fields.
+    # Kind and version are checked first: a state of another kind, or of a later version, may have other
+    # fields, and the error must name the kind or the version, not the first of these fields.
     envelope: dict[str, Kind] = {"kind": Exactly(kind)}
     check_saved(state, Fields(envelope, more=object), "state", elsewhere if other else cure)
     envelope["version"] = Number(STATE_VERSION, STATE_VERSION, whole=True)
@@ -360,7 +363,7 @@ def common_facts(
 ) -> dict[str, str]:
     """Return a text for every key of a state that holds ``Common`` values.
 
-    All ranks return the same number of texts.  Texts are equal if the values are.
+    All ranks return the same number of texts.  Two texts are equal if the values are equal.
     """
     found: dict[str, str] = {}
     for key, inner in {**kind.required, **kind.optional}.items():

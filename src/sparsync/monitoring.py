@@ -34,20 +34,21 @@ class Monitor:
     """Measures every stage of a reducer's steps, estimates xi, and writes each step's numbers to a sink.
 
     ============================  =====================================================================
-    bytes_sent, bytes_received    by this rank in this step, headers included
-    imbalance                     received over sent: the load over the mean load, if all ranks send
-                                  the same number of bytes.  Absent if nothing was sent
-    density                       k / n asked for
-    density_local, _delivered     of the entries selected on this rank, and of the delivered ones
-    density_reduced               of the total
+    bytes_sent, bytes_received    bytes of this rank in this step, headers included
+    imbalance                     bytes received over bytes sent, i.e. this rank's load over the mean
+                                  load if all ranks send the same number; absent if nothing was sent
+    density                       the intended k / n
+    density_local, _delivered     fraction of entries selected on this rank, and fraction delivered
+    density_reduced               fraction of entries in the total
     threshold                     smallest magnitude selected; absent if all entries were selected
     residual_norm                 2-norm of everything this rank has not delivered yet
-    seconds_accumulate, ...       spent in each stage of the ledger
-    skipped                       1: NaN or Inf on some rank; nothing was applied, densities are absent
-    xi, signal_to_noise           if measured (``xi_period``)
+    seconds_accumulate, ...       seconds spent in each stage of the ledger
+    skipped                       1 if nothing was applied because of NaN or Inf on some rank, otherwise
+                                  0; if 1, densities are absent
+    xi, signal_to_noise           in steps where they are measured (``xi_period``)
     ============================  =====================================================================
 
-    A sink costs one pass over every residual.  On a GPU, the end of the step waits for it.
+    Cost: with a sink, one pass over every residual.  On a GPU, the end of the step waits for this pass.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class Monitor:
     ) -> None:
         """Record a step that was applied or, if ``reduced`` is empty, skipped.
 
-        Call this before the ledger opens the next step.  ``residuals`` are those after the step,
-        with None for zeros.
+        Call this before the ledger opens the next step.  ``residuals`` holds the residuals after the
+        step, with None for zeros.
         """
-        # after a load in the middle of a step, only those of the fragments that were still missing
+        # if a state was loaded in the middle of this step, only later fragments have selected entries
         selected = [self.selected[unit] for unit in sorted(self.selected)] if reduced else []
         self.selected.clear()
         if self._sink is None:
@@ -147,16 +148,20 @@ class Sink:
 def sink_of(log: Any, rank: int) -> Sink:
     """Return the sink that writes to ``log``, as given to ``attach``.
 
-    Every rank logs to its own file, so each rank may log or not.  Lines are appended, so a resumed run
-    continues its file; if a step was repeated, its last line counts.
+    Each rank decides for itself whether to log, and has its own file.  Lines are appended, so a resumed
+    run continues its file; if a step was repeated, its last line counts.
 
     Args:
-        log: a path that ends in ``.jsonl``: a line of JSON per step, ``{"step": 0, "bytes_sent": ...}``,
-            in ``name.rank0.jsonl``; TensorBoard's ``SummaryWriter``, or any object with
-            ``add_scalar(tag, value, step)``; a run of Weights & Biases, which logs the numbers together
-            with the user's next ones; a meter of OpenTelemetry, whose gauges have the attribute "rank";
-            or a function of (step, values).  Names have the form ``sparsync/threshold`` (for
-            OpenTelemetry ``sparsync.threshold``).
+        log: one of these:
+
+            - a path that ends in ``.jsonl``, for a line of JSON per step, ``{"step": 0, "bytes_sent":
+              ...}``, in ``name.rank0.jsonl``;
+            - TensorBoard's ``SummaryWriter``, or any object with ``add_scalar(tag, value, step)``;
+            - a W&B run, which logs the numbers together with the user's next ones;
+            - an OpenTelemetry meter, whose gauges have the attribute "rank";
+            - a function of (step, values).
+
+            Names have the form ``sparsync/threshold`` (for OpenTelemetry ``sparsync.threshold``).
         rank: rank of this process.
 
     Raises:
@@ -166,8 +171,8 @@ def sink_of(log: Any, rank: int) -> Sink:
         path = Path(log).with_suffix(f".rank{rank}.jsonl")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # line buffering puts a step's numbers on disk when the step ends, even if the process
-            # dies in the next one
+            # with line buffering, a step's numbers reach the file when the step ends, even if the process
+            # dies in the next step
             file = path.open("a", buffering=1, encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(
@@ -195,8 +200,8 @@ def sink_of(log: Any, rank: int) -> Sink:
                 log.create_gauge(f"sparsync.{name}").set(value, {"rank": rank})
 
         return Sink(gauges)
-    # log without ``step=`` and uncommitted: if these numbers advanced the run's step, the run would
-    # reject the user's own numbers for earlier steps
+    # W&B: numbers are logged without ``step=`` and not committed.  If they advanced the run's step, the
+    # run would reject the user's own numbers for earlier steps.
     if callable(getattr(log, "define_metric", None)):
 
         def metrics(step: int, values: Mapping[str, float]) -> None:
@@ -220,12 +225,12 @@ class Measured:
     """One measurement, bit-identical on all ranks.
 
     Attributes:
-        xi: the difference between this step's average and the k largest entries of the mean accumulated
-            vector, relative to the norm of the mean gradient.  A value below P is harmless (section
-            5.1).
+        xi: the norm of the difference between this step's average and the k largest entries of the mean
+            accumulated vector, relative to the norm of the mean gradient.  A value below P is harmless
+            (section 5.1).
         signal_to_noise: the squared norm of the mean gradient's expectation, divided by the squared
-            norm of its noise, which comes from finite batches.  0 means that there is only noise,
-            infinity that there is none (or world_size is 1).
+            norm of its noise, which comes from finite batches.  0 means only noise; infinity means no
+            noise, or that world_size is 1.
     """
 
     xi: float
@@ -241,8 +246,8 @@ class XiProbe:
         xi = | TopK(mean of accumulated) - average | / | mean of gradients |         (equation 5)
 
     ``average`` is the vector that is applied, including the errors of collective and codec.  Learning
-    rates cancel.  Means and norms are taken over the sample: one coordinate from every run of ``every``
-    elements, the same on all ranks, and drawn anew for every measurement.
+    rates cancel.  Means and norms are taken over the sample.  It consists of one coordinate from every
+    run of ``every`` elements, is the same on all ranks, and is drawn anew for every measurement.
 
     Args:
         period: steps between measurements; None for no measurements.
@@ -283,7 +288,7 @@ class XiProbe:
         return self.period is not None and step >= self.start and step % self.period == 0
 
     def accumulate(self, step: int, unit: int, start: int, gradient: Tensor) -> None:
-        """Record a gradient before it is accumulated; arguments are those of ``Reducer.accumulate``."""
+        """Sample a gradient before it is accumulated; see ``Reducer.accumulate`` for the arguments."""
         if not self.due(step):
             return
         if step != self._step:
@@ -296,7 +301,7 @@ class XiProbe:
         self._gradients[unit][low:high] = gradient[here]
 
     async def share(self, step: int, comm: Communicator, accumulated: Sequence[Tensor]) -> None:
-        """Sum the sampled accumulated vectors, the sampled gradients and the squared norms over ranks."""
+        """Sum over ranks the samples of accumulated vectors and gradients, and the squared norms."""
         if not self.due(step):
             return
         self._ranks = comm.world_size
@@ -309,7 +314,10 @@ class XiProbe:
     def measure(
         self, step: int, totals: Sequence[Vector], quotas: Sequence[int]
     ) -> Measured | None:
-        """Estimate xi from the totals before averaging; None if not due or if all gradients are zero."""
+        """Estimate xi from the totals, which are not averaged yet.
+
+        Return None if no measurement is due, or if all gradients are zero.
+        """
         if not self.due(step):
             return None
         assert self._sums is not None, "share comes first"
@@ -321,7 +329,7 @@ class XiProbe:
         k = sum(quota for quota, size in zip(quotas, self.sizes, strict=True) if size)
         largest = kernels.top(accumulated, math.ceil(k * drawn / max(sum(self.sizes), 1)))
         lacking[largest] += accumulated[largest]
-        # sums can replace the means, because the factors 1 / P cancel in equation 5
+        # sums serve as means, because the factors 1 / P cancel in equation 5
         square = _square(gradients)
         if not square > 0:
             return None

@@ -16,8 +16,8 @@ __all__ = ["fold", "naming_options", "no_option", "parameters_of", "suggestion",
 
 C = TypeVar("C")
 
-# separators: hyphens, as typed or as printed in papers, underscores, spaces, and the commas of
-# codec names
+# Separators that do not count: hyphens, as typed or as printed in papers; underscores; spaces; and the
+# commas in codec names.
 _BETWEEN: Final = re.compile(r"[-_,\s\u2010-\u2015]+")
 
 
@@ -38,7 +38,7 @@ def suggestion(given: str, known: Iterable[str], text: str = "") -> str:
         given: an unknown name.
         known: the known names.
         text: a docstring.  If its ``Args`` explain a known name by the given word, that name is
-            suggested: papers denote their settings by letters.
+            suggested, because users may know a setting by its letter in a paper.
 
     Example:
         >>> suggestion("oktpk", ["dense", "oktopk"])
@@ -63,7 +63,7 @@ def no_option(
     text: str = "",
     shown: Callable[[str], str] = str,
 ) -> ConfigurationError:
-    """Return the error for unknown options; it names the nearest known ones, then lists all.
+    """Return the error for unknown options; its message suggests the nearest ones, then lists all.
 
     Args:
         owner: the object that lacks the options.
@@ -79,13 +79,13 @@ def no_option(
 
 
 def naming_options(kind: type[C]) -> type[C]:
-    """Make a dataclass refuse unknown keywords with the nearest options and a list of all.
+    """Decorate a dataclass to refuse unknown keywords with an error that suggests the nearest options.
 
-    This is a decorator, not ``**kwargs``, so the signature survives and type checkers still reject
+    A decorator keeps the signature, which ``**kwargs`` would hide, so type checkers still reject
     unknown keywords.
 
     Raises:
-        ConfigurationError: the constructor got an unknown keyword, for which a plain dataclass raises
+        ConfigurationError: the constructor got an unknown keyword; a plain dataclass would raise
             ``TypeError``.
 
     Example:
@@ -117,7 +117,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     """Return the parameters of a function or class by name, with evaluated annotations if possible."""
     try:
         return dict(inspect.signature(function, eval_str=True).parameters)
-    except NameError:  # an annotation that its module imports only for type checkers
+    except NameError:  # an annotation names a type that its module imports only for type checkers
         return dict(inspect.signature(function).parameters)
 
 

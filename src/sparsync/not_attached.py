@@ -1,7 +1,7 @@
 """Run the same script with plain DDP, for comparison (``SPARSYNC_DISABLE=1``).
 
-``attach`` then returns a handle that exchanges nothing.  DDP keeps its own exchange, and all methods of
-the handle still work, so the script needs no changes for the dense run.
+``attach`` then returns a handle that exchanges nothing.  DDP keeps its own exchange, and the handle's
+methods can still be called, so the script needs no changes for the dense run.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def leave_dense(
     *,
     elsewhere: str,
 ) -> GradientSync:
-    """Leave a DDP model as it is, and return a handle; this is collective, like ``attach``.
+    """Leave a DDP model unchanged, and return a handle; this is collective, like ``attach``.
 
     ``elsewhere`` names an argument that asks for an exchange outside DDP, or is empty.
 
     Raises:
-        ConfigurationError: the model is not a DDP module, or its exchange would not be DDP's.
+        ConfigurationError: the model is not a DDP module, or an argument asks for another exchange.
         PeerError: not all ranks have disabled sparsync.
     """
     if elsewhere or not isinstance(model, DistributedDataParallel):
@@ -74,9 +74,9 @@ def leave_dense(
 
 @final
 class _LeftToDdp(Source):
-    """Brings no gradients, and counts local steps: those of the last optimizer, if there is one.
+    """Passes on no gradients, but counts local steps, i.e. the steps of the last optimizer.
 
-    Otherwise, local steps are the forward passes after which DDP exchanges gradients.
+    Without an optimizer, the forward passes after which DDP exchanges gradients are counted.
     """
 
     def __init__(
@@ -88,8 +88,7 @@ class _LeftToDdp(Source):
         """Count steps until the handle is closed."""
         model = self._model()
         assert model is not None
-        # The reference is strong, so this hook makes the model keep its handle alive, like an
-        # attached model.
+        # the reference is strong, so that the model keeps its handle alive, as an attached model does
         handles = [model.register_forward_pre_hook(Hook(partial(self._before_forward, sync)))]
         if self._optimizers:
             handles += follow(self._optimizers[-1], Hook(), Hook(partial(self._count, sync)))
@@ -112,14 +111,14 @@ class _LeftToDdp(Source):
 
     @property
     def exchange(self) -> str:
-        """No exchange: bytes are those of agreements and checkpoints."""
+        """The kind of exchange, "none"; bytes in ``stats`` come from agreements and checkpoints."""
         return "none"
 
     def contribute(self) -> None:
         """Do nothing: DDP weighs all ranks alike."""
 
     def discard(self) -> None:
-        """Do nothing: a backward pass leaves nothing unfinished here."""
+        """Do nothing: a backward pass that breaks off leaves nothing to undo here."""
 
     def step(self) -> None:
-        """Do nothing: DDP has already finished the step."""
+        """Do nothing: DDP has already exchanged the gradients."""

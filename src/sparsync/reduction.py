@@ -63,8 +63,7 @@ class Reduction:
         Raises:
             ConfigurationError: the operation is not defined on ``dtype``, e.g. "and" on floats.
         """
-        # try the operation on one element, because torch cannot list the dtypes that an operation
-        # supports
+        # the operation is tried on one element, because torch cannot list the dtypes that it supports
         try:
             element = self.neutral(dtype)
             self.apply(torch.full((1,), element, dtype=dtype), torch.zeros(1, dtype=dtype))
@@ -134,12 +133,13 @@ OPERATIONS: MappingProxyType[str, Reduction] = MappingProxyType(
 
 
 def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None = None) -> Vector:
-    """Return ``a operation b`` for vectors of one size and dtype, each sparse or dense.
+    """Return ``a operation b`` for vectors of the same size and dtype, each sparse or dense.
 
-    The result is sparse if both operands are sparse and ``|a| + |b|``, a cheap bound on its entries, is
-    at most ``limit``.  If ``limit`` is None, the sum of two sparse vectors is always sparse.
+    The result is sparse if both operands are sparse and ``|a| + |b|``, a cheap bound on its number of
+    entries, is at most ``limit``.  If ``limit`` is None, it is sparse whenever both operands are.
 
-    Cost: O(|a| + |b|) if both are sparse; disjoint consecutive supports are just concatenated.
+    Cost: O(|a| + |b|) if both are sparse; if all indices of ``b`` follow those of ``a``, the two are
+    concatenated.
 
     Example:
         >>> a, b = (SparseVector.from_dense(torch.tensor(x)) for x in ([1.0, 0, 0], [2.0, 0, 3.0]))
@@ -164,7 +164,7 @@ def combine(a: Vector, b: Vector, operation: Reduction = SUM, limit: int | None 
 def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | None = None) -> Vector:
     """Return ``((v0 op v1) op v2) ...``, dense as soon as more than ``limit`` entries are possible.
 
-    Sparse sums take a single merge, whose result is bit-identical to the left fold.
+    Sparse vectors are summed in a single merge, whose result is bit-identical to the left fold.
 
     Example:
         >>> ones = SparseVector.from_dense(torch.ones(2))
@@ -189,7 +189,7 @@ def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
 
 
 def neutral_absent(vector: V, operation: Reduction) -> V:
-    """Return the vector; the elements that it does not store are the operation's neutral element.
+    """Return the vector, with the operation's neutral element for elements that it does not store.
 
     Example:
         >>> product = SparseVector(torch.tensor([1]), torch.tensor([5.0]), 3)
@@ -202,7 +202,7 @@ def neutral_absent(vector: V, operation: Reduction) -> V:
 
 
 def entries_of(vector: Vector, operation: Reduction = SUM) -> int:
-    """Count the elements that are not neutral, which the sparse form of the vector would store.
+    """Count the entries of a vector's sparse form; of a dense vector, the elements that are not neutral.
 
     Example:
         >>> entries_of(DenseVector(torch.tensor([0.0, 2.0])))
@@ -216,7 +216,7 @@ def entries_of(vector: Vector, operation: Reduction = SUM) -> int:
 def _combine_sparse(a: SparseVector, b: SparseVector, operation: Reduction) -> SparseVector:
     if a.nnz == 0 or b.nnz == 0:
         return b if a.nnz == 0 else a
-    # consecutive supports, such as the regions that ranks own, need no additions
+    # if the supports follow one another, like the regions that ranks own, nothing has to be added
     if bool(a.indices[-1] < b.indices[0]):
         return SparseVector.join([a, b])
     if operation is SUM:

@@ -1,4 +1,4 @@
-"""Follow torch's GradScalers: count the steps they skip, and refuse one that ``attach`` was not given."""
+"""Follow torch's GradScalers: count the steps they skip, and refuse scalers unknown to ``attach``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Counting", "follow_scalers"]
 
 
 class Counting(ABC):
-    """A hook after an optimizer's steps, which is told the steps that a GradScaler skips.
+    """A hook after an optimizer's steps, which also learns of the steps that a GradScaler skips.
 
     Attributes:
         calls: the number of steps so far; it shows whether torch has called the hook.
@@ -32,11 +32,11 @@ class Counting(ABC):
 
 
 def follow_scalers() -> None:
-    """Wrap the step of torch's GradScaler, once per process.
+    """Wrap the ``step`` method of torch's GradScaler, once per process.
 
     A scaler that finds Inf does not call the optimizer, so no hook of the optimizer runs, and torch
-    (2.13) has no hooks for scalers.  This function therefore wraps the method of the class, because a
-    scaler may be created after ``attach``.
+    (2.13) has no hooks for scalers.  The method of the class is wrapped, because a scaler may be created
+    after ``attach``.
     """
     step: Callable[..., Any] = torch.amp.GradScaler.step
     if hasattr(step, "tells"):  # a second wrapper would report every skipped step twice
@@ -45,8 +45,9 @@ def follow_scalers() -> None:
     @functools.wraps(step)
     def telling(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         _check_given(scaler, optimizer)
-        # The scaler may hold a wrapper, e.g. SAM, around the attached optimizer.  The counts show whether
-        # a hook has run: a fused optimizer is called even when skipped, and reports the step itself.
+        # The scaler may be given a wrapper, e.g. SAM, around the attached optimizer.  The counts show
+        # whether a hook has run: a fused optimizer is called even if its step is skipped, and its hook
+        # then reports the step.
         hooks = [
             (one, hook, hook.calls)
             for one, _ in chain_of(optimizer)
@@ -64,10 +65,10 @@ def follow_scalers() -> None:
 
 
 def _check_given(scaler: Any, optimizer: Any) -> None:
-    """Refuse a scaler that scales exchanged gradients without the knowledge of their handle.
+    """Refuse a scaler of exchanged gradients that their handle does not know.
 
-    The residual is a sum of scaled gradients.  Once the scale changes, the residual would count twice as
-    much as the gradients, or half as much.
+    The residual is a sum of scaled gradients.  If the scale changed without the handle's knowledge, the
+    residual would count twice as much as new gradients, or half as much.
     """
     if not scaler.is_enabled():
         return

@@ -1,7 +1,8 @@
 """Vectors in sparse and dense form, and the operations on both.
 
-Selectors produce a ``SparseVector``, codecs encode it, collectives sum it.  Once sparsity no longer pays,
-it is replaced by a ``DenseVector``, and the stream stays dense from there on (SparCML, section 5.1).
+Selectors produce a ``SparseVector``, codecs encode it, and collectives sum it.  When a sum has so many
+entries that sparsity no longer pays, a ``DenseVector`` replaces it, and the stream stays dense from there
+on (SparCML, section 5.1).
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class SparseVector:
     """A vector of ``size`` elements of which ``nnz`` are stored; the others are ``absent``.
 
     Attributes:
-        indices: `[nnz]` with ``torch.int64``, strictly ascending, in ``[0, size)``; candidates collected
-            for a selector may have ``torch.int32``.
+        indices: `[nnz]`, ``torch.int64``, strictly ascending, in ``[0, size)``; candidates collected for
+            a selector may be ``torch.int32``.
         values: `[nnz]`, any floating or integer dtype, on the device of ``indices``.
         size: number of elements n of the whole vector.
         absent: the value of the elements that are not stored: 0, or the neutral element of the operation
             that made the vector (``sparsync.reduction``).  ``subtract_from_``, ``write_to_`` and
-            ``divide_`` are for sums, and take it for 0.
+            ``divide_`` are for sums, and assume 0.
 
-    The constructor checks only types (it is on the hot path); ``check`` verifies the elements.
+    The constructor, which is on the hot path, checks only types; ``check`` verifies the elements.
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 3.0, 0.0, -1.0]))
@@ -72,13 +73,13 @@ class SparseVector:
 
     @staticmethod
     def from_dense(dense: Tensor, absent: int | float = 0) -> SparseVector:
-        """Keep the elements of a 1-D tensor that differ from ``absent``; NaN always does."""
+        """Keep the elements of a 1-D tensor that differ from ``absent``; NaN is always kept."""
         indices = (dense if absent == 0 else dense != absent).nonzero().flatten()
         return SparseVector(indices, dense[indices], dense.numel(), absent)
 
     @staticmethod
     def join(parts: Sequence[SparseVector]) -> SparseVector:
-        """Concatenate vectors of one size whose indices ascend from part to part; nothing is added."""
+        """Concatenate vectors of the same size, without adding; indices must ascend from part to part."""
         indices, values = (torch.cat([getattr(p, f) for p in parts]) for f in ("indices", "values"))
         return SparseVector(indices, values, parts[0].size, parts[0].absent)
 
@@ -86,8 +87,8 @@ class SparseVector:
     def merge(parts: Sequence[SparseVector], within: Tensor | None = None) -> SparseVector:
         """Sum vectors of the same size in the given order (a left fold); zero sums are not stored.
 
-        Elements outside ``within`` (ascending indices) are dropped.  Without it, a single vector is
-        returned as it is, with any zeros that it stores.
+        Elements outside ``within`` (ascending indices) are dropped.  Without ``within``, a single vector
+        is returned unchanged, even if it stores zeros.
 
         Example:
             >>> a = SparseVector.from_dense(torch.tensor([0.0, 1.0, 2.0]))
@@ -95,7 +96,7 @@ class SparseVector:
             >>> SparseVector.merge([a, b]).to_dense().tolist()
             [5.0, 0.0, 2.0]
         """
-        # Add vectors in the given order, not in order of arrival: float addition is not
+        # Vectors are added in the given order, not in the order of their arrival: float addition is not
         # associative, and a sum must have the same bits on every run.
         if len(parts) == 1 and within is None:
             return parts[0]
@@ -150,9 +151,9 @@ class SparseVector:
         return SparseVector(indices, values, self.size, self.absent)
 
     def to_numpy(self) -> tuple[Any, Any, int]:
-        """Return ``(indices, values, size)`` as NumPy arrays, which share the memory of CPU tensors.
+        """Return ``(indices, values, size)`` with NumPy arrays, which share the memory of CPU tensors.
 
-        The elements that are not stored are ``absent``.
+        Elements that are not stored have the value ``absent``.
 
         Raises:
             ConfigurationError: NumPy lacks the dtype of the values.
@@ -162,7 +163,7 @@ class SparseVector:
     def to_scipy(self) -> Any:
         """Return a ``scipy.sparse.coo_array`` of one row, `[1, size]`.
 
-        Unless ``absent`` is 0, all elements are stored, because SciPy takes the others for 0.
+        Unless ``absent`` is 0, all elements are stored, because to SciPy an element that is not is 0.
 
         Raises:
             ConfigurationError: SciPy is not installed, or lacks the dtype of the values.
@@ -172,7 +173,7 @@ class SparseVector:
     def to_torch(self) -> Tensor:
         """Return a coalesced ``torch.sparse_coo_tensor``, `[size]`.
 
-        Unless ``absent`` is 0, all elements are stored, because PyTorch takes the others for 0.
+        Unless ``absent`` is 0, all elements are stored, because to PyTorch an element that is not is 0.
         """
         vector = self._with_zeros_absent()
         # declaring the tensor coalesced is safe, because indices ascend and are unique
@@ -182,10 +183,11 @@ class SparseVector:
         )
 
     def _with_zeros_absent(self) -> SparseVector:
-        """Return an equal vector that leaves out nothing but zeros."""
+        """Return an equal vector whose ``absent`` is 0."""
         if self.absent == 0:
             return self
-        # zeros are stored as well: read back for this operation, an absent element would be neutral
+        # zeros are stored as well: if the result is given to the same operation again, an element that
+        # is not stored counts as the neutral element
         everywhere = torch.arange(self.size, device=self.indices.device)
         return SparseVector(everywhere, self.to_dense(), self.size)
 
@@ -206,7 +208,7 @@ class SparseVector:
         return torch.isfinite(self.values)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
-        """Return the index of the first NaN or Inf, as stored or after a cast to ``dtype``, or None."""
+        """Return the index of the first NaN or Inf, before or after a cast to ``dtype``, or None."""
         at = _first_nonfinite(self.values, dtype)
         return None if at is None else int(self.indices[at])
 
@@ -255,7 +257,7 @@ class DenseVector:
 
     @property
     def nnz(self) -> int:
-        """The number of stored elements, which is all of them."""
+        """The number of stored elements, i.e. of all elements."""
         return self.values.numel()
 
     def to(self, device: torch.device) -> DenseVector:
@@ -288,9 +290,9 @@ class DenseVector:
         return self.values[start:stop]
 
     def terms(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the ``run`` as one vector, or as two vectors of one dtype to be added.
+        """Return the ``run`` as one vector, or as two vectors of the same dtype that must be added.
 
-        Of two vectors, the caller may overwrite only the first, which is in separate memory.
+        If there are two vectors, the first is in separate memory, and the caller may overwrite it.
         """
         return (self.run(start, stop),)
 
@@ -313,7 +315,7 @@ class DenseVector:
         return torch.isfinite(self.values)
 
     def first_nonfinite(self, dtype: torch.dtype | None = None) -> int | None:
-        """Return the index of the first NaN or Inf, as stored or after a cast to ``dtype``, or None."""
+        """Return the index of the first NaN or Inf, before or after a cast to ``dtype``, or None."""
         return _first_nonfinite(self.values, dtype)
 
 
@@ -321,9 +323,9 @@ Vector = SparseVector | DenseVector
 
 
 def run_length(like: Tensor) -> int:
-    """Return the number of elements of a long vector to process at a time, on the device of ``like``.
+    """Return how many elements of a long vector to process at a time, on the device of ``like``.
 
-    On a CPU, a few vectors of that length fit into the cache.  On an accelerator, one is enough to keep
+    On a CPU, a few vectors of that length fit into the cache.  On an accelerator, one such vector keeps
     the device busy.
     """
     return 1 << 18 if like.is_cpu else 1 << 24
@@ -337,18 +339,18 @@ def runs(size: int, like: Tensor, most: int | None = None) -> Iterator[tuple[int
 
 
 def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros in host memory, pinned where ``device`` is a GPU, for copies of runs."""
-    # from pageable memory a copy takes several times as long
+    """Return zeros in host memory, pinned if ``device`` is a GPU, so that runs are copied fast."""
+    # copies from pageable memory take several times as long
     pinned = device.type == "cuda" and torch.cuda.is_available()
     return torch.zeros(size, dtype=dtype, pin_memory=pinned)
 
 
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
-    """Return the first position of NaN or Inf; a vector without any takes a single pass."""
+    """Return the position of the first NaN or Inf; if there is none, this takes a single pass."""
     if dtype == torch.float16:  # the other dtypes have the range of float32 and cannot overflow
         values = values.to(dtype)
-    # Keys order Inf and NaN above all numbers. With a limit of 0, ``find`` returns None as soon as
-    # it finds one of them.
+    # The magnitude keys of Inf and NaN are greater than those of all numbers. With a limit of 0, ``find``
+    # returns None as soon as it finds one of them.
     infinity = int(kernels.magnitude_keys(values.new_full((1,), torch.inf, device="cpu")))
     if kernels.find(values, infinity, 0) is not None:
         return None

@@ -1,4 +1,4 @@
-"""Keep state in frozen dataclasses, which are replaced, never modified, so a reference is a snapshot."""
+"""Keep state in frozen dataclasses.  They are replaced, never modified, so a reference is a snapshot."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class NoState:
 
 
 def outside_inference(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Make the function leave ``torch.inference_mode()``, whose tensors no later step could update."""
+    """Make a function leave ``torch.inference_mode()``, because no step can update tensors made there."""
 
     @wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         inside = torch.is_inference_mode_enabled()
-        # only then, because ``inference_mode(False)`` turns gradients on
+        # only if inside, because ``inference_mode(False)`` turns gradients on
         with torch.inference_mode(False) if inside else nullcontext():
             return function(*args, **kwargs)
 
@@ -55,9 +55,9 @@ def outside_inference(function: Callable[Given, Result]) -> Callable[Given, Resu
 
 
 class Stateful(ABC):  # noqa: B024 (subclasses give a ``state``, no method)
-    """An object that remembers only ``self.state``, a frozen dataclass of plain numbers.
+    """An object whose only memory is ``self.state``, a frozen dataclass of plain numbers.
 
-    Refusing a step restores the previous ``state`` object; nothing is copied.
+    When a step is refused, the previous ``state`` object is put back, so nothing is ever copied.
     """
 
     state: Any = NoState()
@@ -151,8 +151,8 @@ def packed(value: object) -> bytearray:
 def load_plainly(file: Any, **options: Any) -> Any:
     """Call ``torch.load`` for plain values and tensors, without its warning about sparse tensors.
 
-    torch (2.14) checks the indices of sparse tensors, as it should for a file that anybody may have
-    written, and warns that this takes time.
+    torch (2.14) checks the indices of sparse tensors, and warns that this takes time.  The check is
+    wanted, because anybody may have written the file.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)

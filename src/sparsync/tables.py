@@ -28,7 +28,7 @@ ROOMS: Final = (
     "sparsync.published.wagma",
     "sparsync.published.baselines",
 )
-"""Packages that declare rows in ``ROWS``, by kind and name."""
+"""Packages that declare rows in their ``ROWS``, by kind and name."""
 
 V = TypeVar("V")
 
@@ -37,13 +37,13 @@ V = TypeVar("V")
 class Table(Mapping[str, V], Generic[V]):
     """The rows of one kind by name: those of the core, of the papers' packages, and of plug-ins.
 
-    Names are looked up in any spelling, ignoring case and hyphens, and then among the ``ALIASES``.
-    Iteration yields each row once, under its declared name.
+    Names are looked up in any spelling, without regard to case and hyphens, and then among the
+    ``ALIASES``.  Iteration yields each row once, under its declared name.
 
-    A package of ``ROOMS`` declares ``ROWS[kind][name]``; others declare an entry point ``name`` of the
-    group ``sparsync.<kind>``.  These packages are imported only to look up a name that the core does not
-    have, or to list all rows: training with the defaults imports no paper's package.  An entry point
-    whose name is already taken is left out of the list, and reported once.
+    A package of ``ROOMS`` declares ``ROWS[kind][name]``; other packages declare an entry point ``name``
+    of the group ``sparsync.<kind>``.  These packages are imported only to look up a name that the core
+    does not have, or to list all rows, so training with the defaults imports no paper's package.  An
+    entry point whose name is already taken is left out of the list, and reported once.
 
     Args:
         kind: "algorithms", "schemes", "codecs", "selectors" or "aliases".
@@ -52,7 +52,8 @@ class Table(Mapping[str, V], Generic[V]):
         wanted: the kind of object that an entry point should name, for the error message.
 
     Raises:
-        ConfigurationError: an entry point names another kind of object, or two packages declare the name.
+        ConfigurationError: an entry point names another kind of object, or two packages declare the same
+            name.
         KeyError: there is no row of that name.
     """
 
@@ -85,7 +86,7 @@ class Table(Mapping[str, V], Generic[V]):
         names = Counter(fold(point.name) for point in points)
         for point in points:
             folded = fold(point.name)
-            # one package's mistake must not stop the commands of all users who have it installed
+            # only a notice, because one package's mistake must not stop commands that list the table
             if (
                 folded in self._own
                 or folded in self._rooms
@@ -103,7 +104,7 @@ class Table(Mapping[str, V], Generic[V]):
     @functools.cached_property
     def _rooms(self) -> Mapping[str, tuple[str, V]]:
         found: dict[str, V] = {}
-        # rooms are imported late, by name, because they import modules that import this one
+        # imported here, by name, because rooms import modules that import this one
         for room in ROOMS:
             found |= importlib.import_module(room).ROWS.get(self._kind, {})
         return _folded(found)
@@ -123,7 +124,7 @@ class Table(Mapping[str, V], Generic[V]):
         if folded in self._rooms:
             return self._rooms[folded]
         points = [p for p in _points(self.group) if fold(p.name) == folded]
-        if len(points) > 1:  # the order depends on sys.path, which may differ between ranks
+        if len(points) > 1:  # taking the first would depend on sys.path, which ranks may not share
             raise self._error(points[1], "a name that another package has taken")
         return (points[0].name, self._load(points[0])) if points else None
 
@@ -170,7 +171,7 @@ ALIASES: Final[Table[str]] = Table(
 
 
 def unknown(kind: str, given: object, known: Iterable[str]) -> ConfigurationError:
-    """Return the error for a name that is in no table; it suggests the nearest name, then lists all.
+    """Return the error for an unknown name; its message suggests the nearest name, then lists all.
 
     Args:
         kind: "algorithm", "exchange", ..., for the message.

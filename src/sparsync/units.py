@@ -1,7 +1,8 @@
 """Units: the fixed runs of parameters that are selected and exchanged together.
 
-Units follow registration order, not DDP's buckets: DDP rebuilds its buckets after the first step, so a
-residual keyed by bucket would change its meaning.  One unit for the whole model matches the papers.
+Units follow registration order, not DDP's buckets.  DDP rebuilds its buckets after the first step, and
+the elements of a residual per bucket would then belong to other parameters.  In most papers, there is one
+unit for the whole model.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Kind = tuple[torch.dtype, torch.device]
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in its unit, elements ``[start, start + size)``."""
+    """The place of one parameter in its unit: elements ``[start, start + size)``."""
 
     name: str
     start: int
@@ -110,9 +111,9 @@ def plan_units(
 
     Args:
         parameters: names and tensors; the gradients have the same shapes, dtypes and devices.
-        unit_bytes: a unit is closed once it holds this many bytes; with None, there is one unit per
+        unit_bytes: a unit is complete once it has this many bytes.  With None, there is one unit per
             dtype and device.  A parameter is never split.
-        compress: returns, for a name and a tensor, whether a parameter is exchanged sparsely;
+        compress: takes a name and a tensor, and returns whether the parameter is exchanged sparsely;
             others are exchanged whole, in separate units.  With None, all are exchanged sparsely.
         output: names of the output layer's parameters, if they need separate units.
 
@@ -142,15 +143,16 @@ def plan_units(
 
 
 def output_parameters(model: nn.Module, given: Collection[str] | None = None) -> Collection[str]:
-    """Return the names of the output layer's parameters, which are those of the module registered last.
+    """Return the names of the output layer's parameters.
 
-    Names given by the user in ``given`` are returned instead; they must exist.
+    These are the parameters of the module that was registered last.  If the user has ``given`` names,
+    these are returned instead; they must exist.
 
     Example:
         >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
         ['2.weight', '2.bias']
     """
-    # a tied weight also belongs to the last module, but is named after the first module that holds it
+    # a tied weight belongs to the last module as well, but is named after the first module that holds it
     everywhere = list(model.named_parameters(remove_duplicate=False))
     last = everywhere[-1][0].rpartition(".")[0] if everywhere else ""
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
@@ -169,22 +171,22 @@ def output_parameters(model: nn.Module, given: Collection[str] | None = None) ->
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, i.e. a DTensor's local part; it shares the memory."""
+    """Return this rank's part of a tensor: of a DTensor, the local part.  The result shares memory."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    to_local = getattr(tensor, "to_local", None)  # no isinstance: importing DTensor takes 0.4 s
+    to_local = getattr(tensor, "to_local", None)  # isinstance would import DTensor, in 0.4 s
     return tensor if to_local is None else to_local()
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Return whether this rank's part of a tensor has no NaN or Inf; sparse tensors are allowed."""
     part = local_of(tensor)
-    # no need to coalesce: the sum of finite duplicates is assumed to be finite
+    # values of duplicate indices are looked at one by one; their sum is assumed to be finite as well
     return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors of one dtype into a flat one; a single tensor shares its memory."""
+    """Concatenate tensors of the same dtype, flattened; the result shares memory with a single tensor."""
     joined: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
     return joined
 
@@ -210,9 +212,9 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
 
 
 def training(model: nn.Module) -> list[Any]:
-    """Return identity, dtype and device of the trained parameters, one for each place in a module.
+    """Return identity, dtype and device of the trained parameters, once for each module that holds one.
 
-    Comparing two such lists is fast enough for every step.  The identity is negated once an
+    Two such lists can be compared fast enough for every step.  The identity is negated once an
     optimizer steps the parameter inside ``backward()`` (see ``check_stepped_later``).
     """
     return [
@@ -241,10 +243,10 @@ def check_same_parameters(
 ) -> None:
     """Refuse a model that trains parameters which are neither ``exchanged`` nor ``ignored``.
 
-    Such parameters were unfrozen, added or replaced after the exchange was set up.  Parameters named in
-    ``alone`` are private to each rank, and not checked.  Tensors that ``torch.func.functional_call``
-    substitutes for parameters are ignored, because they exist only during that call.  Parameters are
-    also refused if their ``kinds`` have changed (``kinds_of``).
+    Such parameters were unfrozen, added or replaced after the exchange was set up.  Parameters whose
+    ``kinds`` have changed are refused as well (``kinds_of``).  Parameters named in ``alone`` are private
+    to each rank, and not checked.  Tensors that ``torch.func.functional_call`` substitutes for parameters
+    are ignored, because they exist only during that call.
 
     Example:
         >>> model = nn.Linear(2, 1); exchanged = dict(model.named_parameters())
@@ -274,7 +276,7 @@ def check_same_parameters(
 
 
 def check_kinds(parameters: Mapping[str, Tensor], kinds: Mapping[str, Kind]) -> None:
-    """Refuse parameters that were converted or moved since ``kinds_of`` has seen them."""
+    """Refuse parameters whose dtype or device has changed since ``kinds_of`` was called."""
     for name, before in kinds.items():
         now = parameters[name].dtype, parameters[name].device
         if now != before:

@@ -23,7 +23,7 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
     """Compare the set-up of a reducer, and further settings, across all ranks.
 
     Raises:
-        PeerError: the set-ups differ; the message names the first difference, and its ranks.
+        PeerError: the set-ups differ; the message names the first difference, and the ranks.
     """
     run(agree(reducer.comm, _facts(reducer, settings)))
 
@@ -42,8 +42,8 @@ def number_of(text: str) -> int:
 
 def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object]:
     parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
-    # Only the first difference is reported, so causes come before their consequences: a different
-    # algorithm also has different parts, and different parameters make different units.
+    # Only the first difference is reported, so causes come before their consequences: another algorithm
+    # also has other selectors and collectives, and other parameters make other units.
     return {
         "the version of the saved state": STATE_VERSION,
         "the algorithm": reducer.algorithm.name,
@@ -73,10 +73,11 @@ def reducer_stats(
 
     Args:
         reducer: the reducer.
-        steps: number of local steps of the optimizer, one or more before each exchange; by default
-            the number of exchanges.
-        before: local steps before this process started, and the traffic before its first step.  Means
-            over local steps exclude both, as well as the traffic outside of steps (``finish``).
+        steps: the number of local steps, of which one or more precede each exchange; by default the
+            number of exchanges.
+        before: the number of local steps before this process started, and the traffic before its first
+            step.  Means over local steps exclude both, and also the traffic outside of steps
+            (``finish``).
     """
     ledger = reducer.comm.ledger
     total, (resumed, set_up) = ledger.of_steps(), before or (0, Traffic())
@@ -123,7 +124,7 @@ def reducer_stats(
             for slot in unit.slots
         ],
         "choices": [c.explain() for c in reducer.collectives],
-        # errors of this rank, in units of the gradient; no residual contains their sum over ranks
+        # norms of rounding errors that no residual contains
         "lost_norm": [float(torch.linalg.vector_norm(v.values)) for v in reducer.lost],
         "residual_norm": [
             0.0 if r.value is None else float(torch.linalg.vector_norm(r.value)) / reducer.scale

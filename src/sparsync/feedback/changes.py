@@ -1,7 +1,7 @@
-"""Detect weights changed by something other than a step, e.g. a checkpoint loaded after ``attach``.
+"""Detect weights that something other than a step has changed, e.g. a checkpoint loaded after ``attach``.
 
-An update is a difference of weights, so weights loaded on one rank would be delivered to the others as
-if they were an update.
+An update is a difference of weights.  Weights loaded on one rank would therefore be delivered to the
+others as if they were an update.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from sparsync.units import local_of
 
 __all__ = ["Changes", "begin_together"]
 
-_SAMPLED: Final = 8  # the largest parameters, whose elements are sampled
+_SAMPLED: Final = 8  # number of parameters, the largest ones, from which elements are sampled
 _ELEMENTS: Final = 64  # number of samples from each
-# Weights count as replaced if they moved by more than this fraction of their norm, farther than any step,
-# and more than this fraction of their elements changed sign.  Clipping, masks and projections may move
-# weights as far, but hardly change any sign.
+# Weights count as replaced if they changed by more than ``_FAR`` of their norm, which is farther than any
+# step, and more than ``_TURNED`` of their elements changed sign.  Clipping, masks and projections may
+# change weights as much, but they hardly change any sign.
 _FAR: Final = 0.1
 _TURNED: Final = 0.01
 
 
 @final
 class Changes:
-    """Remembers the state of parameters by version counters and a few of their elements.
+    """Detects changes of parameters, by their version counters and a few of their elements.
 
     An in-place operation raises a tensor's version counter; an operation on ``parameter.data`` does not.
 
@@ -58,7 +58,7 @@ class Changes:
         self._parameters |= {n: tensor for n, tensor in tensors.items() if n in self._parameters}
 
     def remember(self) -> None:
-        """Remember the current parameters; they should not change before the next step."""
+        """Remember the current parameters, which should not change before the next step."""
         self._versions = [parameter._version for parameter in self._parameters.values()]
         self._sample = self._some()
 
@@ -70,13 +70,13 @@ class Changes:
     def differ(self) -> bool:
         """Return whether any sampled element has changed."""
         now, before = self._some(), self._sample
-        # torch.equal would report a NaN that was already there as a change
+        # allclose, because torch.equal would report a NaN that was already there as a change
         return not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
     def replaced(self) -> bool:
         """Return whether all parameters were written to, with weights that no step could produce."""
-        # In the usual case, no elements are read: loading a checkpoint writes all parameters, so a
-        # single unwritten parameter rules a load out.
+        # Usually no elements are read: loading a checkpoint writes all parameters, so a single unwritten
+        # parameter proves that none was loaded.
         pairs = zip(self._parameters.values(), self._versions, strict=False)
         if not self._versions or any(p._version == version for p, version in pairs):
             return False
@@ -98,19 +98,20 @@ def begin_together(
 
     Args:
         comms: the replicas of this part of the model and, if it is split, the parts of this replica.
-        loaded: whether this rank's weights differ from those at ``attach``.
+        loaded: whether this rank's weights have changed since ``attach``.
         own: this rank's weights.
-        since: ``attach``, or what has given this rank its weights since, in words.
+        since: for messages, the last event that set this rank's weights: "attach", or a later load.
 
     Raises:
         PeerError: ranks have loaded different weights, or only some have loaded any; raised on all
             ranks.
 
-    Cost: an allgather of 8 bytes, plus that of ``worst`` if a replica is split over ranks, and that of
-    ``digest`` if ``loaded``.
+    Cost: an allgather of 8 bytes, plus the cost of ``worst`` if a replica is split over ranks, and the
+    cost of ``digest`` if ``loaded``.
     """
-    # Two rounds: replicas of this part compare weights, then all parts of this replica take the worst
-    # outcome.  A part that raised after the first round would leave the others waiting in the second.
+    # In a first round, replicas of this part compare weights.  In a second round, all parts of this
+    # replica take the worst outcome.  An error of the first round must wait until the second: a part that
+    # raised at once would leave the others waiting.
     failure: PeerError | None = None
     what = f"the weights that were loaded after {since}"
     try:
@@ -127,7 +128,7 @@ def begin_together(
 
 def _some_of(part: Tensor) -> Tensor:
     """Return a view of a few elements, spread evenly over a tensor's memory."""
-    # a channels_last tensor is contiguous only in the order of its strides; flatten() would copy it
+    # flatten() would copy a channels_last tensor, which is contiguous only in the order of its strides
     order = sorted(range(part.dim()), key=part.stride, reverse=True)
     ordered = part.permute(order)
     flat = ordered.view(-1) if ordered.is_contiguous() else part.flatten()

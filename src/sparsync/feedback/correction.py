@@ -1,7 +1,7 @@
 """Momentum, weight decay and clipping, applied to the local gradient before it is accumulated.
 
 Error feedback delays entries, and momentum applied after the exchange is wrong for delayed entries.
-Momentum correction accumulates the *velocity* instead of the gradient, so entries that arrive late
+Momentum correction accumulates the *velocity* instead of the gradient, so that entries which arrive late
 bring their momentum with them.  Weight decay and clipping are applied at the same point.
 
 References: Lin et al., Deep Gradient Compression, ICLR 2018, section 3; Fang et al., RedSync,
@@ -29,11 +29,12 @@ __all__ = ["Correction", "Corrector"]
 @naming_options
 @dataclass(frozen=True)
 class Correction:
-    """Settings for clipping, decay and momentum of a local gradient, before it is accumulated.
+    """Clipping, weight decay and momentum, applied to a local gradient before it is accumulated.
 
-    The optimizer must then be plain SGD, so momentum and decay are not applied twice (``attach`` checks
-    the optimizer that it is given).  A parameter that no rank used in a step (``find_unused_parameters``)
-    still decays and moves by its velocity, whereas torch's SGD skips it.
+    The optimizer must then be plain SGD, so that momentum and decay are not applied twice (``attach``
+    checks the optimizer that it is given).  A parameter that no rank used in a step
+    (``find_unused_parameters``) still decays, and its velocity still changes it; torch's SGD would skip
+    it.
 
     Attributes:
         momentum: m in [0, 1).
@@ -43,16 +44,16 @@ class Correction:
             Parameters that are exchanged whole (dense warm-up, small layers) keep their velocity, because
             their entries were never late.
         weight_decay: ``g = g + weight_decay w``.
-        clip: maximum norm of the *averaged* gradient, in its own units; None for no clipping.  P
-            independent local gradients of norm x have an average of norm ``x / sqrt(P)``.
-        clip_norm: with "this", the exchange waits for all gradients of the step, so that no
-            exchange overlaps with the backward pass (RedSync's scheme for RNNs); with "previous",
-            the norm of the last step is used.
+        clip: maximum norm of the *averaged* gradient, without a GradScaler's factor; None for no
+            clipping.  The average of P independent local gradients of norm x has norm ``x / sqrt(P)``.
+        clip_norm: the norm by which gradients are clipped.  With "this", the norm of the present step:
+            the exchange must then wait for all gradients, so that nothing overlaps with the backward pass
+            (RedSync's scheme for RNNs).  With "previous", the norm of the last step.
 
     Differs from the paper: decay reaches the residual (Algorithm 4, line 9, adds it to a gradient that
-    lines 12 to 18 do not use); Nesterov momentum is torch's; masking spares parameters that are exchanged
-    whole; the clip of local gradients is ``clip sqrt(P)`` (``clip / sqrt(P)`` in section 5.5 is for
-    gradients already divided by P).
+    lines 12 to 18 do not use).  Nesterov momentum is torch's.  Masking spares parameters that are
+    exchanged whole.  Local gradients are clipped at ``clip sqrt(P)`` (``clip / sqrt(P)`` in section 5.5
+    is for gradients already divided by P).
 
     Example:
         >>> Correction(clip=1.0).clip_scale(norm=8.0, world_size=4)
@@ -85,8 +86,8 @@ class Correction:
         """Return the factor, at most 1, for a local gradient with this norm."""
         if self.clip is None or not norm > 0:  # NaN is not clipped; the step will be refused
             return 1.0
-        # P independent gradients of norm x average to x / sqrt(P), so each may have sqrt(P) times
-        # the limit
+        # the average of P independent gradients of norm x has norm x / sqrt(P), so the limit for each is
+        # sqrt(P) times as large
         return min(1.0, self.clip * math.sqrt(world_size) / norm)
 
 
@@ -113,18 +114,18 @@ class Corrector:
         self.previous_norm: float | None = None  # norm of the last step's local gradient
         self._norm: float | None = None  # norm of the open step, if measured
         self._squares = 0.0
-        self.velocities = []  # velocity of every unit, [n]; empty without momentum
+        self.velocities = []  # the velocity of every unit, [n]; an empty tensor without momentum
         for unit in units:
             wide = torch.promote_types(unit.dtype, torch.float32)
             size = unit.size if correction.momentum else 0
             self.velocities.append(torch.zeros(size, dtype=wide, device=unit.device))
-        # Two buffers: a step writes the second one, and a commit swaps them. Without the swap, a
-        # refused step is undone exactly. The price is 2 n elements.
+        # A step writes to this second buffer, and a commit swaps the two. A refused step is not swapped,
+        # and so undone exactly. The price is 2 n elements in all.
         self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property
     def waits(self) -> bool:
-        """Whether ``measure`` must see all gradients of the step before the first is clipped."""
+        """Whether ``measure`` must see all gradients of the step before any of them is clipped."""
         if self.correction.clip is None:
             return False
         return self.correction.clip_norm == "this" or self.previous_norm is None
@@ -136,9 +137,9 @@ class Corrector:
     def correct_(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Correct a piece of a unit's gradient in place; the piece begins at ``start``."""
+        """Correct a run of a unit's gradient in place; the run begins at element ``start``."""
         # The order is clip, decay, momentum, as in torch (clip_grad_norm_, then SGD).  The decay is
-        # not clipped, and enters velocity and residual together with its gradient.
+        # not clipped, and enters velocity and residual together with the gradient.
         self._clip_(gradient)
         momentum, decay = self.correction.momentum, self.correction.weight_decay
         if decay:
@@ -173,9 +174,9 @@ class Corrector:
             gradient.mul_(scale)
 
     def retain(self, selected: Sequence[Vector], delivered: Sequence[Vector]) -> None:
-        """Close the step: keep the new velocities, but with masking not those of delivered entries.
+        """Close the step: adopt the new velocities; with masking, reset those of delivered entries.
 
-        Both are given by unit.
+        ``selected`` and ``delivered`` hold one vector per unit.
         """
         if self.correction.momentum:
             self.velocities, self._next = self._next, self.velocities
@@ -201,7 +202,7 @@ class Corrector:
                 velocity.zero_() if value is None else velocity.copy_(value)
 
     def rescale_(self, factor: float, scale: float) -> None:
-        """Multiply the velocities, to adapt them to the new scale."""
+        """Multiply the velocities by ``factor``, to adapt them to the new scale."""
         self.scale = scale
         for velocity in self.velocities:
             velocity.mul_(factor)
@@ -209,9 +210,10 @@ class Corrector:
 
 def _sent(selected: Vector, delivered: SparseVector) -> Tensor:
     """Return the indices of delivered entries that this rank has selected itself."""
-    # ``delivered`` also holds what the rank takes back: rounding errors of a sum that it owns, and sums
-    # that it has dropped, where others' entries may outweigh its own (``collective.less``).
-    # Of a whole vector nothing is taken back, and its memory may hold the new residual by now.
+    # ``delivered`` also holds entries that the rank takes back into its residual (``collective.less``):
+    # rounding errors of sums that it owns, and sums that it has dropped, in which entries of other ranks
+    # may outweigh its own.  Entries of the opposite sign are such entries.  From a whole vector, nothing
+    # is taken back; it must not be read, because its memory may hold the new residual by now.
     if not isinstance(selected, SparseVector) or not delivered.nnz:
         return delivered.indices
     at = torch.searchsorted(delivered.indices, selected.indices).clamp_(max=delivered.nnz - 1)

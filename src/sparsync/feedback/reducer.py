@@ -9,7 +9,7 @@
 
 The law, in every step:  sum over ranks(accumulated) == total + sum over ranks(residual).
 
-Where updates are exchanged, the move of the weights takes the place of the gradient.
+If updates are exchanged, an update takes the place of the gradient.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ class Position(NamedTuple):
 class Reducer:
     """Averages the gradients of all units over the ranks of a communicator, step by step.
 
-    In every step, ``accumulate`` every gradient, ``exchange`` every unit, then ``commit`` or ``refuse``.
-    ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never),
-    ``consensus`` asks other ranks that must agree to a step, and ``sink`` receives the numbers of
-    each step.  With ``changing``, ranks may join and leave; see ``regroup``.  With ``on_host``,
-    residuals that are read in runs live in host memory.
+    In every step, call ``accumulate`` with every gradient and ``exchange`` for every unit, then
+    ``commit`` or ``refuse``.
+
+    ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never).
+    ``consensus`` asks other ranks that must agree to a step, and ``sink`` receives the numbers of each
+    step.  With ``changing``, ranks may join and leave; see ``regroup``.  With ``on_host``, residuals that
+    are read in runs live in host memory.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Reducer:
         self.correction, self.consensus, self._changing = correction, consensus, changing
         self.step = 0  # 0-based number of the open step
         self.skipped = 0  # number of steps refused because of NaN or Inf
-        self.scale = 1.0  # the factor on gradients, e.g. a GradScaler's: see ``rescale_``
+        self.scale = 1.0  # the factor on gradients, e.g. of a GradScaler; see ``rescale_``
         self.overflows = False  # see ``overflow``
         self.corrector = Corrector(correction, units, comm.world_size) if correction else None
         parts = [algorithm.for_unit(unit) for unit in units]
@@ -103,7 +105,7 @@ class Reducer:
         if sink is not None or xi_period is not None:
             start = warmup.steps if warmup and not warmup.densities else 0
             self.monitor = Monitor(comm, self.units, sink, xi_period, start)
-        # set to None once growth was reported
+        # None once growth was reported
         self.growth = Growth(math.ceil(1 / density)) if density else None
         self.notice = ""  # a message for the user, to be shown once
         self.reduced: dict[int, Reduced] = {}  # results of the open step, by unit
@@ -115,17 +117,17 @@ class Reducer:
         self.open()
 
     def open(self) -> None:
-        """Plan the open step from the current state, to which ``refuse`` would return."""
+        """Plan the open step, and remember the current state, to which ``refuse`` would return."""
         self.reduced.clear()
         self._later.clear()
         self._committed.clear()
-        # references serve as a snapshot, because states are frozen and replaced as a whole
+        # references serve as a snapshot, because states are frozen objects that are replaced as a whole
         self._settled = [part.state for part in (*self.selectors, *self.collectives)]
         self.plan.open(self.step, zip(self.selectors, self.collectives, strict=True))
 
     @property
     def place(self) -> str:
-        """The open step, worded for errors: exchange and local step, if these differ."""
+        """The open step, as named in errors: the exchange, and the local step if it differs."""
         return self.comm.ledger.place(self.step)
 
     def channel(self, use: int | Use) -> Communicator:
@@ -133,12 +135,12 @@ class Reducer:
         return channel_of(self.comm, use)
 
     def move_to(self, comm: Communicator) -> None:
-        """Exchange over another communicator of the same ranks, e.g. in a new simulation."""
+        """Use another communicator of the same ranks from now on, e.g. in a new simulation."""
         self.comm = comm
 
     @property
     def committed(self) -> list[int]:
-        """The units of the open step that are committed: those of fragments already exchanged."""
+        """The units of the open step that are committed, because their fragments were exchanged."""
         return sorted(self._committed)
 
     def resume_committed(self, units: Iterable[int]) -> None:
@@ -154,7 +156,7 @@ class Reducer:
         self.scale = scale
 
     def overflow(self) -> None:
-        """Treat the open step's gradients as Inf, which reaches every total, so all ranks refuse it."""
+        """Treat the open step's gradients as Inf: it reaches every total, so all ranks refuse it."""
         self.overflows = True
 
     def accumulate(
@@ -162,14 +164,13 @@ class Reducer:
     ) -> None:
         """``accumulated = residual + gradient``, for one run of elements, corrected if configured.
 
-        The gradient's memory (1-D, contiguous) holds the undo data until the step ends.  If
-        ``corrector.waits``, call its ``measure`` with all gradients first.  Every element of a unit must
-        be accumulated exactly once before the unit is exchanged.
+        Until the step ends, the gradient's memory (1-D, contiguous) holds the old residual, to undo the
+        step.  If ``corrector.waits``, call its ``measure`` with all gradients first.  Every element of a
+        unit must be accumulated exactly once before the unit is exchanged.
         """
-        # The order matters.  Corrected gradients are accumulated (Deep Gradient Compression, section 3),
-        # because momentum applied to averages is wrong for delayed entries.  And xi needs these
-        # gradients, which are gone once ``residual.accumulate`` has swapped the old residual into their
-        # memory.
+        # The order matters.  Gradients are corrected before they are accumulated (Deep Gradient
+        # Compression, section 3), because momentum applied to averages is wrong for delayed entries.  And
+        # xi is sampled before ``residual.accumulate`` swaps the old residual into the gradient's memory.
         with self.comm.stage("accumulate"):
             residual = self.residuals[unit]
             gradient = gradient.to(residual.accumulated.dtype)
@@ -192,9 +193,9 @@ class Reducer:
         self._later[unit] = self.residuals[unit].accumulate_later(gradient)
 
     async def exchange(self, unit: int) -> None:
-        """Select, then sum over ranks; the result is kept until the commit."""
+        """Select entries, then sum over ranks; the result is kept until the commit."""
         # Everything before the first ``await`` runs when the coroutine starts. ``share`` starts
-        # after all exchanges, so all units are selected by then.
+        # after all exchanges have started, so all units are selected by then.
         plan = self.plan.units[unit]
         with self.exchanging():
             with self.comm.stage("select"):
@@ -206,8 +207,8 @@ class Reducer:
                 self.reduced[unit] = await reducing
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Refuse to exchange after an exchange broke off, unless ranks join and leave."""
-        # ranks that come and go abandon a step together, and make its messages void
+        """Refuse to exchange after an exchange broke off, unless ranks may join and leave."""
+        # ranks that join and leave abandon a step together, and invalidate its messages
         return nullcontext() if self._changing else self.comm.exchange()
 
     def _select(self, unit: int) -> Vector:
@@ -242,12 +243,12 @@ class Reducer:
 
         ``prepare`` is called once the step is certain to be applied, before anything changes; it may
         raise.  If a total contains NaN or Inf, nothing is changed and NonFiniteGradientError is raised
-        (then call ``refuse``); with ``propagate_nonfinite`` the step is skipped and NaN is returned for
-        every element.
+        (then call ``refuse``).  With ``propagate_nonfinite``, the step is skipped instead, and NaN is
+        returned for every element.
         """
-        # Anything up to ``prepare`` may fail: nothing is changed yet, so the step can be refused.
-        # Nothing after it waits for another rank.  NaN and Inf are always selected and totals are
-        # bit-identical, so ranks that see the same totals decide alike without a message.
+        # Everything up to ``prepare`` may fail, because nothing is changed yet, and the step can still be
+        # refused.  Nothing after it waits for another rank.  NaN and Inf are always selected, and totals
+        # are bit-identical, so ranks that see the same totals decide alike without a message.
         chosen = range(len(self.units)) if units is None else units
         reduced = {unit: self.reduced[unit] for unit in chosen}
         totals = [result.total for result in reduced.values()]
@@ -257,18 +258,18 @@ class Reducer:
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
             self.skip()
-            # Return NaN in all gradients: a second optimizer whose gradients stayed finite would
-            # otherwise apply mass that the restored residuals still hold.
+            # All gradients become NaN, not only the broken one: another optimizer whose gradients stayed
+            # finite would otherwise apply mass that the restored residuals still hold.
             return [DenseVector(torch.full_like(r.accumulated, torch.nan)) for r in self.residuals]
         if prepare is not None:
             prepare()
-        # measure xi before dividing the totals, because xi is defined on sums
+        # xi is measured before totals are divided, because it is defined on sums
         probe = self.monitor.xi if self.monitor else None
         measured = probe.measure(self.step, totals, self.plan.quotas) if probe else None
         for unit, result in reduced.items():
             if self.comm.world_size > 1 and self.algorithm.average:
-                # dividing in place is safe: ``delivered`` shares no memory with the total, or is
-                # the whole accumulated gradient
+                # dividing in place is safe: ``delivered`` either shares no memory with the total, or
+                # delivers everything, and is not read
                 result.total.divide_(self.comm.world_size)
             with self.comm.stage("mask"):
                 self.residuals[unit].retain(result.delivered)  # residual = accumulated - delivered
@@ -278,8 +279,8 @@ class Reducer:
         # fragments of an exchange of updates are committed one by one; the last one closes the step
         if len(self._committed) < len(self.units):
             return totals
-        # in order; results from before a saved state are unknown, and only a corrector, which
-        # fragments do not have, would need them
+        # Results are listed in the order of units.  If a state was loaded in the middle of the step,
+        # earlier results are unknown (None).  Only a corrector would need them, and fragments have none.
         everything = [result for _, result in sorted(self._committed.items()) if result is not None]
         if self.corrector:
             with self.comm.stage("mask"):
@@ -291,7 +292,7 @@ class Reducer:
         return totals
 
     def refuse(self) -> None:
-        """Undo everything uncommitted: restore the state, and zero the memory lent by gradients."""
+        """Undo everything that is not committed: restore the state, and zero the gradients' memory."""
         # committed units have no open pieces, so ``restore`` does not touch them
         for residual in self.residuals:
             residual.restore()
@@ -305,15 +306,15 @@ class Reducer:
         self._committed = committed
 
     def regroup(self, position: Position | None = None) -> None:
-        """Continue with other ranks, after the communicator has changed because ranks joined or left.
+        """Continue with other ranks, after ranks have joined or left the communicator.
 
         Only ``elastic`` calls this, on a reducer that is ``changing``.  The accumulated gradients of
         the open step are exchanged again.  If the others are at another ``position``, this rank closes
-        the open step, and its gradients stay in the residuals, except those already undone
+        the open step, and its gradients stay in the residuals, unless they were already undone
         (``Residual.restore``).
 
-        Collectives are reset on all ranks, because boundaries and global thresholds belong to the former
-        ranks.  Selectors are local and keep their states.
+        Collectives are reset on all ranks, because boundaries and global thresholds depend on who takes
+        part.  Selectors are local and keep their states.
         """
         assert self._changing, "Reducer(..., changing=True)"
         if position is not None:
@@ -329,20 +330,20 @@ class Reducer:
         self.open()
 
     def take_notice(self) -> str:
-        """Return the pending message for the user, if any, once."""
+        """Return the pending message for the user, or "", and clear it."""
         notice, self.notice = self.notice, ""
         return notice
 
     def fail(self) -> None:
-        """Tell the consensus, if others are part of it, that the exchange has failed on this rank."""
-        # Shards and stages of this replica have separate exchanges, which may have succeeded.
+        """Tell the other ranks of the consensus, if any, that the exchange has failed on this rank."""
+        # Other shards and stages of this replica have separate exchanges, which may have succeeded.
         # Without this call, they would wait for this rank's vote until their deadline.
         tell = getattr(self.consensus, "fail", None)
         if tell is not None:
             tell(self.step)
 
     def skip(self) -> None:
-        """Refuse everything uncommitted; go to the next step unless part of this one is committed."""
+        """Refuse everything that is not committed; if nothing is, go on to the next step."""
         self.refuse()
         self.skipped += 1
         if not self._committed:
@@ -354,7 +355,7 @@ class Reducer:
         weights: Sequence[Tensor] = (),
         units: Sequence[int] | None = None,
     ) -> list[Vector]:
-        """Run a whole step, or the part of a step for some units.
+        """Run a whole step, or only some units of a step.
 
         Each unit's flat gradient is overwritten by its average.  ``weights`` are needed for weight
         decay.
@@ -393,10 +394,11 @@ class Reducer:
         self.open()
 
     def _watch(self) -> None:
-        """Notice once that residuals grow, from thresholds that selectors already know."""
+        """Leave a notice, once, if thresholds show that residuals grow too fast."""
         # The ratio of residual norm to gradient norm is no indicator: it is 5 to 900 in healthy
         # runs, and a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds
-        # all entries in the residual, and costs neither a pass nor a wait for a GPU.
+        # all entries in the residual.  Selectors know it already, so it costs neither a pass nor a wait
+        # for a GPU.
         octaves = []
         for unit, plan in zip(self.units, self.plan.units, strict=True):
             key = None if plan.k >= unit.size else plan.selector.threshold_key

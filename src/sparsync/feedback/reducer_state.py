@@ -1,8 +1,8 @@
 """The state of a reducer between steps: save, restore and rescale it.
 
-Under a GradScaler, a hook sees gradients times the scale.  So residual, velocity and thresholds are
-scaled as well, and change with the scale: ``residual = residual * new / old``.  As long as scales are
-powers of two, the default of GradScaler, this does not round.
+Under a GradScaler, hooks see gradients multiplied by the scale.  Residual, velocity and thresholds are
+scaled as well, and must change with the scale: ``residual = residual * new / old``.  This does not round
+as long as scales are powers of two, as they are by default.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SHOWN: Final = 60  # longest text in a message, in characters
 _MAGNITUDES = ("key", "threshold_key")  # state fields that are keys of magnitudes
 _NAME: Final = "state['reducer']"  # its path in saved states, for errors
 _COUNT: Final = Number(0, whole=True)
-# The fields of a saved state.  All are checked before anything is changed; selectors and collectives
-# check their own states (``Stateful.parsed_state``).
+# The fields of a saved state.  All of them are checked before anything is changed.  Selectors and
+# collectives check their own states (``Stateful.parsed_state``).
 _FIELDS: Final = Fields(
     {
         "algorithm": str,
@@ -62,7 +62,7 @@ _FIELDS: Final = Fields(
         "residual": Mapping,
         "velocity": Mapping,
         "previous_norm": Either((Exactly(None), Number(0))),
-        # None: reset by a resharding
+        # None if they were reset by a resharding
         "selectors": list | tuple | None,
         "collectives": list | tuple | None,
     },
@@ -72,11 +72,11 @@ _FIELDS: Final = Fields(
 
 def reducer_state(reducer: Reducer) -> dict[str, Any]:
     """Return everything that the next step depends on: plain tensors and numbers, by parameter name."""
-    # the state is saved by parameter name rather than by unit, so that ``reshard`` can move tensors
-    # to other ranks and shards
+    # tensors are saved by parameter, not by unit, so that ``reshard`` can move them to other ranks and
+    # shards
     corrector = reducer.corrector
     moving = corrector.velocities if corrector and _momentum(reducer) else []
-    # a step of several fragments may be open, and its end determines the next step's number
+    # a step of several fragments may be open; then its committed units are saved as well
     committed = {"committed": reducer.committed} if reducer.committed else {}
     return {
         **committed,
@@ -111,7 +111,7 @@ def _by_name(reducer: Reducer, of_units: Sequence[Tensor | None]) -> dict[str, T
 
 @dataclass(frozen=True, eq=False)
 class ParsedState:
-    """A saved state that fits a reducer."""
+    """A saved state that fits a reducer, and its parts in the form that the reducer needs."""
 
     saved: Mapping[str, Any]
     shares: SharesState
@@ -126,7 +126,7 @@ class ParsedState:
         counts += saved.get("committed", ())
         return {
             "its collectives": [*counts, *self.parts[units:]],
-            # None stands for zeros: no rank has withheld an entry
+            # None stands for zeros, i.e. no rank has withheld an entry
             "which residuals and velocities it has": [
                 values is not None for values in (*self.residuals, *self.velocities)
             ],
@@ -134,7 +134,7 @@ class ParsedState:
 
 
 def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
-    """Check a saved state against a reducer, without changing it; return the parts of the state.
+    """Check a saved state against a reducer, without changing the reducer; return the state's parts.
 
     Raises:
         ConfigurationError: the state is from another algorithm, rank, world size or set of units,
@@ -177,8 +177,8 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     Args:
         reducer: the reducer that was given to ``parse_state``.
         parsed: the result of ``parse_state``.
-        keep_scale: continue at the saved scale, e.g. when a GradScaler is restored as well; otherwise
-            the saved residuals are rescaled to the reducer's scale.
+        keep_scale: continue with the saved scale, e.g. because a GradScaler is restored as well.
+            Otherwise the saved residuals are rescaled to the reducer's scale.
 
     Raises:
         ConfigurationError: the state overflows at the reducer's scale; part of it was already restored.
@@ -195,7 +195,7 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     reducer.set_scale(scale)
     reducer.plan.take(parsed.shares)
     reducer.open()
-    # rescaling comes last, because residuals, velocities and keys must all have the saved scale first
+    # rescaling comes last, when residuals, velocities and keys all have the saved scale
     if not keep_scale:
         rescale_(reducer, wanted)
     reducer.resume_committed(saved.get("committed", ()))
@@ -206,8 +206,8 @@ async def restore_reducer(
 ) -> None:
     """Restore a state that ``reducer_state`` returned on this rank, or that ``reshard`` made for it.
 
-    This is collective, and all ranks raise if one rank's state does not fit.  After a resharding,
-    thresholds and boundaries are reset.
+    This is collective; if one rank's state does not fit, all ranks raise.  After a resharding, thresholds
+    and boundaries are reset.
     """
 
     def parse() -> ParsedState:
@@ -227,7 +227,7 @@ async def _agree(
     try:
         await agree(comm, {f"the {what} of the saved state": step, **common})
     except CommunicationError as error:
-        # do not raise yet: the other parts of this replica wait for this part's outcome
+        # raised only later, because the other parts of this replica wait for this part's outcome
         failure = error
     divided = [] if parts is None else [parts]
     found = await worst(divided, int(failure is not None), str(failure or ""), "agreement")
@@ -242,7 +242,6 @@ async def _agree(
 
 def check_fields(state: object) -> None:
     """Refuse a value that is not a reducer's state: a field is missing, unknown, or of another type."""
-    # a file may hold anything, so check the type of each part before reading it
     check_saved(state, _FIELDS, _NAME, _CURE)
 
 
@@ -317,7 +316,7 @@ def _saved_values(state: Mapping[str, Any], what: str, unit: Unit) -> Tensor | N
                 f"elements of {wide}; was it saved from this model?"
             )
     whole = torch.cat([piece.to(unit.device, wide) for piece in found])
-    # NaN in a residual would be selected in every later step, which would be refused
+    # NaN in a residual would be selected in every later step, and all these steps would be refused
     broken = (~torch.isfinite(whole)).nonzero()
     if broken.numel():
         raise ConfigurationError(
@@ -357,9 +356,10 @@ def _check_scale(scale: object) -> float:
 def rescale_(reducer: Reducer, scale: float) -> None:
     """Adapt a reducer, between two steps, to gradients that are multiplied by ``scale``.
 
-    If a residual or velocity would exceed the range of float32, it does not change, and this rank's next
-    step overflows instead: all ranks refuse that step, and their GradScaler returns to a lower scale.
-    At a scale <= 1, there is no lower scale: ConfigurationError is raised, and nothing is changed.
+    If a residual or velocity would exceed the range of float32, none of them changes, and this rank's
+    next step overflows instead: all ranks refuse that step, and their GradScalers return to a lower
+    scale.  At a scale <= 1, where that would not help, ConfigurationError is raised, and nothing is
+    changed.
 
     Cost: a pass over the residual, and another if it grows.
 
@@ -389,7 +389,7 @@ def rescale_(reducer: Reducer, scale: float) -> None:
         for part in (selector, collective):
             part.state = _moved(part.state, factor, residual.accumulated.dtype)
     if overflowing:
-        # ``_settled`` still has the previous states, which return when the step is refused
+        # the states changed above are undone when the step is refused
         reducer.overflow()
         return
     for residual in reducer.residuals:
@@ -400,15 +400,15 @@ def rescale_(reducer: Reducer, scale: float) -> None:
         dtype = reducer.residuals[0].accumulated.dtype
         reducer.plan.take(_moved(reducer.plan.shares, factor, dtype))
     reducer.set_scale(scale)
-    # plan the step again: the keys from which entries are collected have changed, and a refusal
-    # must return to the new ones
+    # the step is planned again, because the keys from which entries are collected have changed, and a
+    # refusal must return to the new states
     reducer.open()
 
 
 def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
     """Return the key of a magnitude times ``factor``; 1, which stands for all nonzero values, stays 1."""
-    # Keys are the bits of |x|.  They are multiplied as floats, because adding octaves to a key would be
-    # wrong for denormal numbers and for factors that are not powers of two.
+    # A key consists of the bits of |x|.  It is multiplied as a float, because adding octaves to it would
+    # be wrong for denormal numbers and for factors that are not powers of two.
     if key <= 1:
         return key
     integer = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -418,7 +418,7 @@ def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
 
 def _overflowing(reducer: Reducer, factor: float) -> str:
     """Name a residual or velocity that would overflow; return "" if none does."""
-    # Inf in a residual would be selected in every later step, which would be refused
+    # Inf in a residual would be selected in every later step, and all these steps would be refused
     if factor < 1:
         return ""
     waiting = [("residual", [residual.value for residual in reducer.residuals])]

@@ -1,8 +1,8 @@
 """Error feedback: undelivered entries are kept and added to the next gradient.
 
 ``accumulate`` swaps: in one pass, the residual's buffer receives ``residual + gradient`` and the
-gradient's memory receives the old residual.  So a refused step is undone exactly, and error feedback
-costs one buffer of n elements, not two.
+gradient's memory receives the old residual.  This allows a refused step to be undone exactly, although
+error feedback has one buffer of n elements, not two.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
 __all__ = ["Growth", "Residual", "Runs"]
 
-# growth is excessive from this many doublings on, measured over this many windows
+# growth by so many octaves, within so many windows, is excessive
 _OCTAVES, _MEMORY = 2.0, 8
 
 # A function that returns elements [start, stop) of a gradient, in separate memory. It also gets the
-# residual's elements (None stands for zeros), from which it may compute them.
+# residual's elements there (None stands for zeros), because the gradient may depend on them.
 Runs = Callable[[int, int, Tensor | None], Tensor]
 
 
@@ -31,19 +31,19 @@ class _Piece(NamedTuple):
     """One run of elements that was accumulated in the open step."""
 
     start: int
-    # the old residual, in the gradient's memory; it is not written if the residual was zero
+    # the gradient's memory, which now holds the old residual, unless that was zero
     before: Tensor
 
 
 class Residual:
-    """The residual of one unit, which holds the accumulated gradient while a step is open.
+    """The residual of one unit; while a step is open, it holds the accumulated gradient.
 
     The residual is float32 if gradients have 16 bits.  A bfloat16 residual 256 times as large as a
-    gradient would not change when the gradient is added, and mass would vanish.
+    gradient would not change when the gradient is added, so mass would vanish.
 
-    Memory: n elements; while a step is open, 8 bytes per collected entry and one more copy of 16-bit
-    gradients.  A gradient that exists only in runs (``accumulate_later``) takes none.  With ``on_host``,
-    the elements live in host memory, and runs are copied to ``device`` and back.
+    Memory: n elements; while a step is open, 8 bytes per collected entry, and a copy of 16-bit gradients
+    in float32.  A gradient that exists only in runs (``accumulate_later``) takes no memory.  With
+    ``on_host``, the elements live in host memory, and runs are copied to ``device`` and back.
     """
 
     def __init__(
@@ -55,21 +55,22 @@ class Residual:
             self.accumulated = host_memory(size, wide, device)
         else:
             self.accumulated = torch.zeros(size, dtype=wide, device=device)
-        # True if the residual before the open step is zero, with nothing to keep or undo.  The buffer may
-        # then hold anything, e.g. the total of a dense step, and the next gradients overwrite it.
+        # True if the residual was zero before the open step, so that there is nothing to keep or undo.
+        # The buffer may then hold anything, e.g. the total of a dense step; the next gradients overwrite
+        # it.
         self.empty = True
         self._pieces: list[_Piece] = []
         self._later: Runs | None = (
             None  # the gradients of the open step, if they are accumulated only at its commit
         )
-        # starts, indices and values of the collected entries; None if not requested, or if there
-        # are too many
+        # starts, indices and values of the collected entries; None if they were not requested, or if
+        # there are too many
         self._found: list[tuple[int, Tensor, Tensor]] | None = []
         self._key, self._count = 1, 0  # the key that collected entries reach, and their number
 
     @property
     def value(self) -> Tensor | None:
-        """`[n]`, the undelivered mass; None stands for zeros.  This is valid only between steps."""
+        """The undelivered mass, `[n]`; None stands for zeros.  This is valid only between steps."""
         return None if self.empty else self.accumulated
 
     def accumulate(
@@ -81,11 +82,11 @@ class Residual:
         ``restore``.  Entries that reach the magnitude ``key``, the same for all pieces of a step, are
         collected in the same pass, unless all pieces together have more than ``limit``.
         """
-        # Collecting is almost free in a pass that reads every element anyway; a selector would need
+        # Entries are collected in this pass, because it reads every element anyway; a selector would need
         # another pass over n elements.
         here = self.accumulated[start : start + gradient.numel()]
-        # A 16-bit gradient is widened, because its memory is too small for the undo data.  A gradient on
-        # another device is copied to the host with the residual, and the unit is exchanged there.
+        # A 16-bit gradient is widened, because its memory is too small for the old residual.  If the
+        # residual lives in host memory, the gradient is copied there, and the unit is exchanged there.
         gradient = gradient.to(here.device, here.dtype)
         key, limit = None if self._found is None else key, limit - self._count
         if self.empty:
@@ -97,8 +98,8 @@ class Residual:
         if found is None or key is None or self._found is None:
             self._found = None
             return
-        # copy the tensors: kernels return slices of buffers with room for ``limit`` entries, which
-        # views would keep alive
+        # the tensors are copied, because kernels return views of buffers with room for ``limit``
+        # entries, and the views would keep these buffers alive
         self._key, self._count = key, self._count + found[1].numel()
         narrow = torch.int32 if len(self.accumulated) < 1 << 31 else torch.int64
         indices = found[0].to(narrow, copy=True).add_(start)
@@ -125,20 +126,20 @@ class Residual:
         made, residual = self._read(start, stop)
         if residual is None:
             return (made,)
-        # a sum in place has the dtype of the gradient
+        # terms must have the same dtype, that of the gradient
         return (made, residual) if made.dtype == residual.dtype else (made.add_(residual),)
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Return a run of the gradient, in separate memory, and of the residual, on its device."""
         assert self._later is not None
-        # one copy serves the gradient as well, because the residual may be in host memory
+        # the residual may be in host memory, so it is copied once, for the gradient as well
         residual = None if self.empty else self.accumulated[start:stop].to(self._device)
         return self._later(start, stop, residual), residual
 
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
         """Return the collected entries that reach ``key``, with 32-bit indices if those suffice.
 
-        The result is None if more than ``limit`` entries reach it, or if there were too many to collect.
+        Return None if more than ``limit`` entries reach the key, or if there were too many to collect.
         """
         if not self._found:
             return None
@@ -171,8 +172,8 @@ class Residual:
                     delivered.subtract_from_(made, start)
                     here.copy_(made)
                     continue
-                # The residual's own memory takes the result if it is on the gradients' device,
-                # because a copy back would be one more pass over all elements.
+                # On the gradients' device, ``rest`` is the residual's own memory, and takes the result in
+                # place, which saves a pass over all elements.
                 delivered.subtract_from_(rest, start, plus=made)
                 if rest.device != here.device:
                     here.copy_(rest)
@@ -180,9 +181,9 @@ class Residual:
             self.empty = whole
             return
         self._close()
-        # The check is by identity, because a dense allreduce in place has put the total into this
-        # very buffer, so no vector is left to subtract from.  It is also by type, because reading
-        # ``values`` of a vector held in messages decodes these.
+        # Two vectors of the same identity mean that a dense allreduce in place has put the total into
+        # this very buffer, so nothing is left to subtract from.  The type is tested first, because other
+        # vectors decode messages when ``values`` is read.
         if type(delivered) is DenseVector and delivered.values is self.accumulated:
             self.empty = True  # everything was delivered; the buffer will be overwritten
             return
@@ -194,14 +195,14 @@ class Residual:
 
         ``Reducer.regroup`` calls this if the other ranks are at another step.
         """
-        # once pieces were added, the buffer is no longer empty
+        # an empty residual is no longer empty once gradients were added
         self.empty = self.empty and not self._pieces
         self._close()
 
     def restore(self) -> None:
         """Undo the open step, bit for bit, and zero the memory lent by gradients."""
-        # Copy the old values back instead of subtracting the gradient: (residual + gradient) - gradient
-        # rounds, and is NaN if the gradient is NaN or Inf, which is the very reason for refusing a step.
+        # Old values are copied back, because subtracting the gradient would round, and would give NaN if
+        # the gradient contains NaN or Inf, which is the usual reason for refusing a step.
         for piece in self._pieces:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before
@@ -220,7 +221,7 @@ class Residual:
             self.accumulated.copy_(value)
 
     def clear(self, where: slice) -> None:
-        """Set a part of the residual to zero between steps."""
+        """Set a part of the residual to zero, between steps."""
         if where == slice(0, len(self.accumulated)):
             self.empty = True
         elif not self.empty:
@@ -232,8 +233,9 @@ class Residual:
         self._found, self._count = [], 0
 
     def _join(self) -> None:
-        """Concatenate the collected entries of all pieces, freeing each piece on the way."""
-        # pieces are in the order of the backward pass, but selectors need ascending indices
+        """Concatenate the collected entries of all pieces; free the memory of each piece at once."""
+        # pieces are in the order of the backward pass, so they are sorted: selectors need ascending
+        # indices
         waiting, at = sorted(self._found or [], key=lambda part: -part[0]), 0
         indices, values = (column.new_empty(self._count) for column in waiting[0][1:])
         self._found = [(0, indices, values)]
@@ -278,12 +280,12 @@ class _Accumulated(DenseVector):
 
 @final
 class Growth:
-    """Detects a residual that grows without bound, by the magnitude from which entries are selected.
+    """Detects a residual that grows without bound, by the threshold from which entries are selected.
 
     Error feedback delays an entry by about 1 / density steps.  If the learning rate or the momentum is
     too high for this delay, a correction arrives after its cause is gone: it overshoots, gradients grow,
-    and the residual grows with them.  All entries in the residual are below the threshold, which
-    selectors know without another pass.
+    and the residual grows with them.  All entries in the residual are below the threshold, which is
+    known to selectors without another pass.
 
     Thresholds are averaged, as logarithms, over windows of 1 / density steps.  The first window, in
     which the residual fills up, is ignored.  After it, the threshold of a healthy run stays constant or

@@ -18,8 +18,8 @@ class Warmup:
     Attributes:
         steps: the length of the warm-up.
         densities: densities of equally long parts of the warm-up (DGC: ``DGC_RAMP``, one epoch
-            each). If there are none, all of it is dense, as in RedSync, because at 64 ranks and
-            1.5625 % an allgather already takes as many bytes as the dense exchange.
+            each). If there are none, the whole warm-up is dense, as in RedSync: at 64 ranks, an
+            allgather at 1.5625 % already takes as many bytes as the dense exchange.
 
     Example:
         >>> warmup = Warmup(10, DGC_RAMP)

@@ -1,11 +1,13 @@
 """Split k among units, so that all units together select about the global top-k.
 
-A unit cannot know the magnitudes in the other units when its own exchange begins.  So it uses the share
-that, in hindsight, it should have had in the previous step: all ranks add up a small histogram per unit
-of the entries that they would have liked to select.  The shares always sum to k.
+When a unit's exchange begins, the magnitudes in the other units are not known yet.  So the unit uses the
+share that, in hindsight, it should have had in the previous step.  To find the shares, all ranks add up
+a small histogram per unit, of the entries that they would have liked to select.  The shares always sum
+to k.
 
-In the first steps of a small model, where thresholds move fastest, the shares retain 97 % of the energy
-of the global top-k on average; equal densities retain less than 90 % (``tests/claims/test_overlap.py``).
+In the first steps of a small model, where thresholds change fastest, entries selected by shares have
+97 % of the energy of the global top-k on average; with equal densities, they have less than 90 %
+(``tests/claims/test_overlap.py``).
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from sparsync.units import Unit
 __all__ = ["SharesState", "Sharing", "edges", "next_shares"]
 
 _BINS = 32  # bins per unit: 128 bytes
-_GAP_OCTAVES = 0.15  # within 10 % below the last magnitude there are up to 5 times k entries
-_ROOM = 8  # limit, times k; if more entries reach the key, a unit's entries are not counted
+_GAP_OCTAVES = 0.15  # up to 5 times k entries lie within 10 % below the last magnitude
+_ROOM = 8  # if more than 8 k entries reach the key, a unit's entries are not counted
 _FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 128, 4.0  # distances of edges from the last magnitude
 
 
 @dataclass(frozen=True)
 class SharesState:
-    """State carried from step to step, equal on all ranks."""
+    """The shares of a step, carried from step to step, equal on all ranks."""
 
     quotas: tuple[int, ...]  # k of every unit
     key: int | None = None  # magnitude of the global k-th entry in the last step; None if unknown
@@ -41,7 +43,7 @@ class SharesState:
 
 @final
 class Sharing:
-    """Splits k among its member units, in proportion to the entries that each would select."""
+    """Splits k among units, its members, in proportion to the entries that each would select."""
 
     def __init__(self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype) -> None:
         self.units, self.members, self.dtype = units, members, dtype
@@ -50,13 +52,13 @@ class Sharing:
     @staticmethod
     def among(units: Sequence[Unit]) -> Sharing | None:
         """Let the sparse units share k; return None unless there are several of them, with one dtype."""
-        # one dtype for all, because magnitudes are compared as integer keys, which depend on the dtype
+        # magnitudes are compared as integer keys, which depend on the dtype, so all need the same one
         members = [i for i, unit in enumerate(units) if not unit.dense]
         dtypes = {torch.promote_types(units[i].dtype, torch.float32) for i in members}
         return Sharing(units, members, dtypes.pop()) if len(members) > 1 == len(dtypes) else None
 
     def collect_from(self, state: SharesState) -> tuple[int, int] | None:
-        """Return the smallest key of the entries to count in a unit, and a limit on their number."""
+        """Return the magnitude key from which entries are counted, and a limit on their number."""
         if state.key is None:
             return None
         _, octave = kernels.key_range(self.dtype)
@@ -79,13 +81,13 @@ class Sharing:
         if state.key is not None:
             counted = collected or selected
         elif selected.nnz:
-            # no magnitude is known yet: search from an octave below this unit's smallest selected entry
+            # no magnitude is known yet, so the search starts an octave below the smallest selected entry
             _, octave = kernels.key_range(self.dtype)
             key = int(kernels.magnitude_keys(selected.values).min()) - octave
             counted = reaching(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
         else:
             counted = selected
-        # only 128 bytes per unit leave the device, while the entries stay there
+        # counted on the device, so that only 128 bytes per unit leave it
         at = torch.tensor(edges(state.key, self.dtype), device=counted.values.device)
         self._histograms[unit] = kernels.count_from(counted.values, at).cpu()
 
@@ -94,11 +96,10 @@ class Sharing:
     ) -> SharesState:
         """Return the next step's shares, equal on all ranks, once all members have been counted.
 
-        ``state`` belongs to the open step; ``entries`` is the k of every unit by density alone.
+        ``state`` holds the open step's shares; ``entries`` is the k of every unit by density alone.
         """
         if len(self._histograms) < len(self.members):
-            # the plan decides this, so either all ranks return here or none does, and no rank waits
-            # in the allgather
+            # this depends only on the plan, so all ranks return here or none does
             return state
         counts = torch.stack([self._histograms[unit] for unit in self.members])
         everyone = await channel.allgather(counts.to(torch.int32), "shares")
@@ -119,12 +120,12 @@ class Sharing:
 
 
 def edges(key: int | None, dtype: torch.dtype) -> list[int]:
-    """Return ascending magnitude keys, more closely spaced near ``key``; the first is 1."""
+    """Return the edges of the bins: ascending magnitude keys from 1 on, spaced closely near ``key``."""
     stop, octave = kernels.key_range(dtype)
     if key is None:
         return [1, *(stop * i // _BINS for i in range(1, _BINS))]
-    # Distances grow geometrically from 1/128 of an octave to 4 octaves: thresholds usually move little
-    # per step, and if one jumps, the wide bins still catch it
+    # Distances grow geometrically from 1/128 of an octave to 4 octaves.  Thresholds usually change little
+    # per step; if one jumps, it still lies within the wide bins.
     half = (_BINS - 2) // 2
     growth = (_WIDEST_OCTAVES / _FINEST_OCTAVES) ** (1 / (half - 1))
     steps = [round(_FINEST_OCTAVES * octave * growth**i) for i in range(half)]
@@ -145,7 +146,7 @@ def next_shares(
 
     ``counts`` are the histograms of all units over the edges ``at``, summed over ranks.  Each unit gets
     at least one entry and at most its size.  If even the smallest counted entry of a unit is among the
-    largest of all, the unit may have had more of them, and its share may up to double.
+    largest of all, the unit may have had more such entries, so its share may grow up to twofold.
 
     Example:
         >>> state = SharesState((25, 25), key=50)
@@ -153,11 +154,11 @@ def next_shares(
         (45, 5)
     """
     least = [min(1, size) for size in sizes]
-    # pure Python on equal integers, so all ranks compute the same shares without another message
+    # plain arithmetic on equal integers, so all ranks compute the same shares without another message
     wanted = max(k, sum(least)) * world_size
     totals = [sum(column) for column in zip(*counts, strict=True)]
     if totals[0] < wanted:
-        # magnitudes fell below the counted range; with no key, the next step searches all magnitudes
+        # magnitudes have fallen below the counted range, so the next step, without a key, searches all
         return SharesState(state.quotas, None)
     key, position = _reach(at, totals, wanted)
     wishes = []
@@ -195,13 +196,13 @@ def _apportion(
         limits = zip(wishes, least, sizes, strict=True)
         return [min(max(int(wish * factor), a), b) for wish, a, b in limits]
 
-    # bisect to the precision of a float64 for the largest factor whose sum does not exceed k
+    # bisect for the largest factor whose sum does not exceed k, to the precision of a float64
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(scaled(middle)) <= k else (low, middle)
     result = scaled(low)
     missing = k - sum(result)
-    while missing:  # lost to rounding and limits; given to the units with the largest wishes
+    while missing:  # entries lost to rounding and limits go to the units with the largest wishes
         open_ones = [i for i in range(len(result)) if result[i] < sizes[i]]
         for i in sorted(open_ones, key=lambda i: -wishes[i]):
             more = min(max(missing // len(open_ones), 1), sizes[i] - result[i], missing)

@@ -24,9 +24,10 @@ Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll
 
 
 def channel_of(comm: Communicator, use: int | Use) -> Communicator:
-    """Return the channel of a unit, or of another use."""
-    # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol. The
-    # units come last: ranks with other units must still meet on the channel where set-ups are compared.
+    """Return the channel of a unit, or of another kind of message."""
+    # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol. Units
+    # come last: ranks whose units differ by mistake must still meet on the channel where set-ups are
+    # compared.
     uses = get_args(Use)
     return comm.channel(len(uses) + use if isinstance(use, int) else uses.index(use))
 
@@ -40,17 +41,16 @@ class UnitPlan(NamedTuple):
     k: int  # number of entries to select
     selector: Selector
     collective: Collective
-    # the magnitude key from which entries are collected while they are accumulated, and a limit on
-    # their number
-    wanted: tuple[int, int] | None  # for the selector alone: its ``collect_from``
-    collect: (
-        tuple[int, int] | None
-    )  # as executed, for the selector and to count entries for the shares
+    # Entries are collected while they are accumulated: from this magnitude key on, up to a limit on
+    # their number.  ``wanted`` is what the selector alone needs (its ``collect_from``); ``collect`` is
+    # what is done, which also counts entries for the shares.
+    wanted: tuple[int, int] | None
+    collect: tuple[int, int] | None
 
 
 @final
 class Plan:
-    """Decides for every step each unit's k, selector and collective, and which entries are collected.
+    """Decides, for every step, each unit's k, selector and collective, and which entries to collect.
 
     If ``shared``, the units share the global k in proportion to their large entries, except in warm-up
     steps with another density.  If ``overwrites``, dense steps sum in the memory of the accumulated
@@ -70,8 +70,9 @@ class Plan:
         self.shares = self._next = SharesState(self._entries())  # for regular steps
         self._sharing = Sharing.among(units) if shared and len(units) > 1 else None
         self._dividing: Sharing | None = None  # in the open step
-        # A dense step delivers all of the accumulated gradient, so its memory can be overwritten, which
-        # saves a second vector of n elements, unless the same gradient may have to be exchanged again.
+        # A dense step delivers all of the accumulated gradient, so the total can overwrite it, which
+        # saves a vector of n elements.  This is not possible if the same gradient may have to be
+        # exchanged again.
         self.dense = Dense.overwriting() if overwrites else Dense()
         self.regular = False  # whether the open step has the density of regular steps
         self.units: list[UnitPlan] = []  # in the open step
@@ -82,7 +83,7 @@ class Plan:
         return tuple(unit.k for unit in self.units)
 
     def open(self, step: int, parts: Iterable[tuple[Selector, Collective]]) -> None:
-        """Plan a step, once; the cost grows with the number of units, not with that of parameters."""
+        """Plan a step; the cost grows with the number of units, not of parameters."""
         planned = self.warmup.density(step, self.density) if self.warmup else self.density
         quotas, sharing = self.shares.quotas, self._sharing
         self.regular = planned == self.density
@@ -95,8 +96,8 @@ class Plan:
         for i, (unit, k, (selector, collective)) in enumerate(
             zip(self._all, quotas, parts, strict=True)
         ):
-            # A dense step does not touch the unit's own selector and collective: their states, such as
-            # thresholds and boundaries, wait for the next sparse step.
+            # A dense step uses other objects than the unit's own selector and collective, whose states,
+            # e.g. thresholds and boundaries, are needed in the next sparse step.
             if planned is None or (unit.dense and not isinstance(collective, Changing)):
                 selector, collective = Everything(), self.dense
             elif collective.whole:
@@ -105,20 +106,19 @@ class Plan:
             counted = shared if sharing and i in sharing.members else None
             collect = wanted or counted
             if wanted and counted:
-                # one pass serves both uses, with the lower key and the larger limit
+                # one pass serves selector and shares, with the lower key and the larger limit
                 collect = min(wanted[0], counted[0]), max(wanted[1], counted[1])
             self.units.append(UnitPlan(k, selector, collective, wanted, collect))
 
     def count(self, unit: int, residual: Residual, selected: Vector) -> None:
-        """For the shares, count the entries that a unit would have selected, before they are freed."""
+        """For the shares, count the entries that a unit would like to select, before they are freed."""
         if self._dividing and isinstance(selected, SparseVector):
             found = residual.collected() if self.units[unit].collect else None
             self._dividing.count(self.shares, unit, residual.accumulated, found, selected)
 
     async def agree(self, channel: Communicator) -> None:
         """Agree on the next step's shares of k, once all units have been counted."""
-        # hold the shares back until the commit, because a refused step is planned again with its
-        # old shares
+        # the new shares wait until the commit, because a refused step is planned again with its old ones
         if self._dividing:
             self._next = await self._dividing.agree(self.shares, channel, self._entries())
 
@@ -140,11 +140,11 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """A step that this rank could apply.
+    """A step that this rank could apply, unless a total contains NaN or Inf.
 
-    Ranks that exchange with each other see the same totals, and NaN and Inf are always selected, so they
-    decide alike without a message.  Ranks that hold other parts of the same replica (shards, pipeline
-    stages) see other totals: a ``Consensus`` asks them before anything is changed.
+    Ranks that exchange with each other see the same totals.  As NaN and Inf are always selected, these
+    ranks decide alike without a message.  Ranks that hold other parts of the same replica (shards,
+    pipeline stages) see other totals: a ``Consensus`` asks them before anything is changed.
     """
 
     rank: int  # this rank's number among those that exchange with each other
@@ -171,6 +171,6 @@ class Proposal:
         )
 
 
-# A consensus returns the name of a parameter that is not finite on some rank, or None to apply the
-# step.  If each rank holds the whole model, ``Proposal.broken`` suffices.
+# A consensus returns the name of a parameter that is not finite on some rank, or None if the step is to
+# be applied.  If each rank holds the whole model, ``Proposal.broken`` suffices.
 Consensus = Callable[[Proposal], str | None]

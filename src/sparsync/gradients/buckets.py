@@ -1,7 +1,7 @@
-"""Map the gradients in DDP's buckets to units, once rather than in every step.
+"""Find the places of gradients in DDP's buckets and in units, once rather than in every step.
 
 Small parameters that are adjacent in a unit form one run.  DDP's order is roughly the reverse of a
-unit's. A bucket that contains only small parameters is permuted in place into the unit's order; a
+unit's order. A bucket that contains only small parameters is permuted in place into the unit's order; a
 bucket that also contains large ones keeps a copy of its small ones until the step ends.
 """
 
@@ -35,8 +35,8 @@ class Places:
         self, parameters: Sequence[Tensor], place: Mapping[Tensor, Place], *, joined: bool
     ) -> None:
         self.parameters = list(parameters)
-        # compared on every step, because DDP rebuilds its buckets; identities, because ``==`` would
-        # compare elements
+        # Compared on every step, because DDP rebuilds its buckets.  These are identities, because ``==``
+        # would compare elements.
         self.identities = [id(parameter) for parameter in parameters]
         self.sizes = [parameter.numel() for parameter in parameters]
         self.strides: dict[int, tuple[int, ...]] = {}  # only for parameters that are not contiguous
@@ -48,9 +48,9 @@ class Places:
                     "requires_grad=False when attach was called; freeze or thaw before wrapping in DDP"
                 )
             places.append(place[parameter])
-            # DDP's reducer gives a gradient the strides of its parameter if these are dense and do
-            # not overlap, and otherwise contiguous ones.  empty_like is always dense, so a
-            # comparison reveals the case
+            # DDP's reducer gives a gradient the strides of its parameter if they are dense and do not
+            # overlap, and contiguous strides otherwise.  empty_like keeps dense strides and replaces
+            # others, so a comparison tells which.
             dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
             if dense and not parameter.is_contiguous():
                 self.strides[number] = parameter.stride()
@@ -66,14 +66,14 @@ class Bucket:
     """A bucket of the open step, whose memory the residual uses until the averages are written.
 
     Attributes:
-        future: the future that DDP waits for.
-        buffer: DDP's memory, which is in COO for the gradient of an embedding with sparse=True.
+        future: the future for which DDP waits.
+        buffer: DDP's tensor, which is in COO for the gradient of an embedding with sparse=True.
         dense: ``buffer`` as a dense tensor.
     """
 
     def __init__(self, buffer: Tensor, places: Places) -> None:
-        # without devices, torch refuses a result on a GPU; with them, DDP's stream waits for the stream
-        # on which ``complete`` is called
+        # Without ``devices``, torch refuses a result on a GPU.  With them, DDP's stream waits for the
+        # stream on which ``complete`` is called.
         self.future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
@@ -82,10 +82,11 @@ class Bucket:
         self._pieces = torch.split(self.dense.view(-1), places.sizes)
 
     def gradient(self, number: int) -> Tensor:
-        """View a piece in its parameter's shape and logical order.
+        """Return a view of a gradient in its parameter's shape and logical order.
 
         A bucket keeps the parameter's strides, so the elements of a channels_last weight are in memory
-        order.  Read flat, they would get the weight decay and the saved residual of other elements.
+        order.  If they were read flat, each would get the weight decay and the saved residual of another
+        element.
         """
         piece, shape = self._pieces[number], self.places.parameters[number].shape
         strides = self.places.strides.get(number)
@@ -111,8 +112,8 @@ class Bucket:
         # one copy of all small parameters, in the unit's order
         small = torch.cat(self._logical(places.joined)) if places.joined else self.dense
         if len(places.joined) == len(self._pieces):
-            # No large parameter has to stay in place, so the bucket itself can hold the runs, which
-            # frees the copy at once. ``write`` later restores DDP's order.
+            # No large parameter has to stay in place, so the bucket itself takes the runs, and the copy
+            # is freed at once. ``write`` later restores DDP's order.
             small = self.dense.view(-1).copy_(small)
         for run in places.runs:
             if len(run.members) == 1:
@@ -122,14 +123,14 @@ class Bucket:
                 yield run, small[start:end]
 
     def _logical(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Return pieces, 1-D, in the logical order of their elements."""
+        """Return gradients, 1-D, in the logical order of their elements."""
         pieces, odd = self._pieces, self.places.strides
         return [self.gradient(i).reshape(-1) if i in odd else pieces[i] for i in numbers]
 
     def write(self, averages: Sequence[Vector]) -> None:
-        """Write averages of units to the places where DDP expects them."""
+        """Write the units' averages to the places where DDP expects them."""
         pieces, odd = self._pieces, self.places.strides
-        # runs are sorted by unit, so groupby yields each unit once, and its average is split only once
+        # runs are sorted by unit, so groupby yields each unit once, and each average is split only once
         for unit, runs in groupby(self.places.runs, lambda run: run.unit):
             for run, part in parts_of(averages[unit], list(runs)):
                 own = [self.gradient(i) if i in odd else pieces[i] for i in run.members]
@@ -147,7 +148,7 @@ class BucketStep(Step):
         self.accumulated = [0 for _ in units]  # number of parameters, by unit
 
     def take(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Add a bucket to this step; return the future that DDP waits for."""
+        """Add a bucket to this step; return the future for which DDP waits."""
         self.buckets.append(bucket)
         self.waiting.append(bucket)
         return bucket.future
@@ -159,8 +160,7 @@ class BucketStep(Step):
 
     def check_complete(self) -> None:
         """Refuse a backward pass that left out parameters."""
-        # this rank would never exchange a unit with a missing parameter, but its peers would wait
-        # for that exchange
+        # this rank would never exchange a unit that lacks a parameter, and its peers would wait for it
         if all(n == len(u.slots) for n, u in zip(self.accumulated, self.units, strict=True)):
             return
         here = {name for bucket in self.buckets for name in bucket.places.names}
@@ -179,15 +179,15 @@ class BucketStep(Step):
         """Hand the buckets back to DDP, each in its own layout."""
         for bucket in self.buckets:
             dense = bucket.dense
-            # DDP expects a COO bucket back in COO, without its zero rows, because a sparse optimizer
-            # steps every row that it is given
+            # DDP expects a COO bucket back in COO.  Zero rows are left out, because a sparse optimizer
+            # steps every row that it is given.
             bucket.future.set_result(dense.to_sparse(1) if bucket.buffer.is_sparse else dense)
 
     def zero_(self) -> None:
         """Zero the gradients of a refused step.
 
-        Their memory holds old residuals, needed to undo the step, or gradients of this rank alone.
-        Neither must be applied, but DDP will copy this memory to ``parameter.grad``.
+        Their memory holds old residuals, which have served to undo the step, or gradients of this rank
+        alone.  Neither must be applied, but DDP will copy this memory to ``parameter.grad``.
         """
         for bucket in self.buckets:
             bucket.dense.zero_()

@@ -1,11 +1,11 @@
 """Make one decision for all parts of a replica: shards, pipeline stages, tensor-parallel ranks.
 
 Ranks that exchange with each other see the same totals and decide alike without a message.  Ranks that
-hold other parts of the same replica see other totals, but if one part refuses a step, all must.
+hold other parts of the same replica see other totals, but if one part refuses a step, all parts must.
 
-Without DDP, the ranks also agree on which parameters any of them used.  A gradient must not be None on
-one rank and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and
-norms over shards would wait for shards that have none.
+Without DDP, the ranks also agree on the parameters that any of them used.  A gradient must not be None
+on one rank and zeros on another.  Weight decay and momentum skip None, so replicas would drift apart.
+And a norm over shards would wait for the ranks where the gradient is None.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sparsync.transports.driver import run
 
 __all__ = ["PartsConsensus"]
 
-# A part's step has one of three outcomes: all totals are finite, a total has NaN or Inf, or the
-# exchange raised an error.  An error is the worst, because that part has no total to apply
+# A part's step has one of three outcomes: all totals are finite, a total contains NaN or Inf, or the
+# exchange raised an error.  An error is the worst, because that part has no total to apply.
 _FINE, _BROKEN, _FAILED = 0, 1, 2
 
 
@@ -38,17 +38,17 @@ class PartsConsensus:
     Args:
         parts: the ranks that hold the parts of this replica, including this one; all of them must
             construct the consensus together.
-        keys: a 64-bit number per parameter of this part, by name, in the same order on all its replicas,
-            and equal on all parts that hold the parameter.  With None, the usage of parameters is
-            not tracked.
+        keys: a 64-bit number for each parameter of this part, by name.  The order is the same on all
+            replicas of the part, and the number is the same on all parts that hold the parameter.  With
+            None, the usage of parameters is not tracked.
 
     Attributes:
         used: names of the parameters that have a gradient, once a step is committed.
         came: for every replica of this part, whether it used any parameter in the open step.
 
     Cost: that of ``worst`` over the parts, 9 bytes per part and step.  With keys, one more byte per
-    parameter, an allgather of these bytes over the replicas, and another over the parts if some parameter
-    was not used by any rank.
+    parameter, an allgather of these bytes over the replicas, and another over the parts if no rank used
+    some parameter.
     """
 
     def __init__(self, parts: Communicator, keys: Mapping[str, int] | None = None) -> None:
@@ -56,16 +56,17 @@ class PartsConsensus:
         mine = torch.tensor(list((keys or {}).values()), dtype=torch.int64)
         every = mine
         if keys is not None:
-            # Parts hold different parameters, but all build the same sorted list of keys, so a position
-            # in it means the same parameter everywhere.  An allgather needs equal lengths, so short lists
-            # repeat their first key, which ``unique`` drops.
+            # Parts hold different parameters, but all of them build the same sorted list of keys, so a
+            # position in it stands for the same parameter everywhere.  An allgather needs equal lengths,
+            # so short lists repeat their first key, and ``unique`` drops the repetitions.
             counts = run(parts.allgather(torch.tensor([len(mine)]), "groups"))
             padding = mine[:1].expand(int(torch.stack(counts).max()) - len(mine))
             every = torch.unique(
                 torch.cat(run(parts.allgather(torch.cat([mine, padding]), "groups")))
             )
         self._places = torch.searchsorted(every, mine)
-        self._marks = torch.zeros(len(every), dtype=torch.bool)  # used by a replica of this part
+        # by position in that list, whether a replica of this part used the parameter
+        self._marks = torch.zeros(len(every), dtype=torch.bool)
         self.used: set[str] = set()
         self.came = torch.ones(1, dtype=torch.bool)
 
@@ -84,7 +85,7 @@ class PartsConsensus:
         Raises:
             PeerError: the exchange of another part failed.
         """
-        # always send a message, even if all totals are finite here, because other parts may have failed
+        # a message is sent even if all totals are finite here, because other parts may have failed
         broken = proposal.broken()
         found = self._ask(proposal.step, _FINE if broken is None else _BROKEN, broken or "")
         if found.severity == _FAILED:
@@ -94,8 +95,9 @@ class PartsConsensus:
         broken, marks = found.words if found.severity else None, found.marks
         if broken is not None:  # "propagate" makes every gradient NaN; other policies leave none
             marks = torch.ones_like(marks)
-        # All parts have the same answers, so either all take this branch, which sends a message, or none.
-        # A parameter unused in this step may still receive a delayed residual, on any part.
+        # A parameter that was not used in this step may still receive a delayed residual, on any part.
+        # All parts have received the same marks, so all of them take this branch, which sends a message,
+        # or none does.
         elif not bool(marks.all()):
             mine = torch.zeros_like(marks)
             mine[self._places] = self._delivered(proposal, self._named(~marks))
@@ -104,8 +106,8 @@ class PartsConsensus:
         return broken
 
     def fail(self, step: int) -> None:
-        """Tell the other parts that this part's exchange failed, so none of them commits or waits."""
-        # the other parts may be gone as well, but the error to report is the one that led here
+        """Tell the other parts that this part's exchange failed, so that none commits or waits."""
+        # if the other parts are gone as well, the first error is the one to report
         with suppress(CommunicationError):
             self._ask(step, _FAILED, "")
 
@@ -121,7 +123,7 @@ class PartsConsensus:
         return found.severity > _FINE
 
     def _ask(self, step: int, outcome: int, name: str) -> Outcome:
-        # the parts' communicator has a separate ledger; errors and messages must name the reducer's step
+        # the parts' communicator has its own ledger, which must name the reducer's step in errors
         self.parts.ledger.begin_step(step)
         return run(worst([self.parts], outcome, name, "verdict", self._marks))
 
@@ -131,7 +133,7 @@ class PartsConsensus:
         return {name for name, marked in pairs if marked}
 
     def _delivered(self, proposal: Proposal, names: Collection[str]) -> Tensor:
-        """Mark this part's parameters that are among ``names`` and receive a nonzero value."""
+        """Mark those parameters of this part among ``names`` that receive a nonzero value."""
         found = set()
         for unit, total in zip(proposal.units, proposal.totals, strict=True):
             for slot in (slot for slot in unit.slots if slot.name in names):

@@ -3,7 +3,7 @@
 The hook adds each gradient of a bucket to its unit (``accumulated = residual + gradient``).  Once a unit
 is complete, its exchange is queued on the engine's thread while the backward pass continues.  After the
 last exchange comes the commit, which writes the averages into the buckets and completes their futures.
-So all residuals are written together, once every total of the step is known to be finite.
+All residuals are written in the commit, when every total of the step is known to be finite.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def attach_ddp(model: Any, options: Options) -> GradientSync:
         raise
     pieces = nodes.pieces if nodes else None
     sync = GradientSync(model.module, steps, source, groups, options, pieces)
-    # DDP itself sends rank 0's weights when it is built.  Weights loaded after that may differ, and
-    # equal averages never make different replicas equal again
+    # DDP sends rank 0's weights when it is built.  Weights loaded after that may differ between ranks,
+    # and equal averages would never make such replicas equal again.
     try:
         for comm in sync.communicators:
             tensors = replicated_tensors(model.module, model.parameters_to_ignore)
@@ -95,8 +95,8 @@ def check_ddp(model: Any) -> None:
             "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
             "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
         )
-    # DDP's C++ reducer accepts one hook in its lifetime and cannot report whether it has one.
-    # ``_comm_hooks`` is DDP's own list of registered hooks; no public method exposes it
+    # DDP's C++ reducer accepts only one hook in its lifetime, and cannot tell whether it has one.
+    # ``_comm_hooks`` is DDP's own list of registered hooks; no public method exposes it.
     if model._comm_hooks and CommHook.closed_of(model) is None:
         raise ConfigurationError(
             "this model already has a communication hook; attach once, to a freshly wrapped model "
@@ -130,8 +130,8 @@ class BucketSource(Source):
     """Passes the gradients in DDP's buckets to the steps.
 
     DDP knows only the parameters that it was built with, and exchanges once per forward pass.  Any other
-    gradient would stay on its rank, and replicas would silently drift apart.  So the model is checked on
-    every forward pass, and every gradient on arrival.
+    gradient would stay on its rank, and replicas would drift apart unnoticed.  Therefore the model is
+    checked on every forward pass, and every gradient on arrival.
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class BucketSource(Source):
         self._open = BucketStep(steps.units)
         self._places: dict[int, Places] = {}  # by number of the bucket
         self._kinds = kinds_of(trained)
-        # the node through which DDP sees the gradient of the first parameter
+        # autograd's node on which DDP has hooked the gradient of the first parameter
         self._node = None if not trained else get_gradient_edge(next(iter(trained.values()))).node
         self._seen: list[Any] = []  # the parameters that trained when the model was last checked
-        self._exchanged = False  # the last backward pass was exchanged, with no forward pass since
-        self._begun = 0  # backward passes that were exchanged, or whose exchange has begun
+        self._exchanged = False  # the last backward pass was exchanged; no forward pass since
+        self._begun = 0  # number of backward passes whose exchange has begun
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return DDP's own context, in which gradients accumulate on this rank."""
@@ -166,7 +166,7 @@ class BucketSource(Source):
         return self._steps.scaler
 
     def discard(self) -> None:
-        """Undo what a broken backward pass has begun."""
+        """Undo the work of a backward pass that broke off."""
         self._steps.discard()
 
     # ---- gradients that DDP's hook would not see -----------------------------------------------
@@ -175,8 +175,8 @@ class BucketSource(Source):
         """Check all parameters on every forward pass and each gradient on arrival; take DDP's buckets."""
         model = self._model()
         assert model is not None
-        # weak references suffice, because the communication hook keeps the handle alive; a
-        # parameter may outlive the handle
+        # weak references, because parameters may outlive the handle, which the communication hook
+        # keeps alive
         handles: list[Any] = [model.register_forward_pre_hook(weakly(self._check_model))]
         check = weakly(self._check_gradient)
         for parameter in self._trained.values():
@@ -190,7 +190,8 @@ class BucketSource(Source):
         """Refuse a model whose parameters have changed since ``attach``; name one that differs."""
         if not torch.is_grad_enabled():  # an evaluation has no backward pass
             return
-        # checked before DDP prepares for a backward pass, which one that broke off has left half done
+        # checked before DDP prepares for a backward pass: if an earlier pass broke off, DDP's own state
+        # may be incomplete
         self._steps.reducer.comm.check_whole()
         self._exchanged = False
         model = self._model()
@@ -199,8 +200,8 @@ class BucketSource(Source):
         if (seen := training(model.module)) == self._seen:  # the usual case, on every step
             return
         if substituted(model.module):
-            # functional_call substitutes other tensors for one call.  Gradients either reach the
-            # parameters through them, and are exchanged, or belong to tensors of the caller
+            # functional_call substitutes other tensors for one call.  Their gradients either reach the
+            # parameters, and are exchanged, or belong to the caller.
             return
         alone = model.parameters_to_ignore
         check_same_parameters(model.module, self._trained, alone=alone, kinds=self._kinds)
@@ -211,7 +212,7 @@ class BucketSource(Source):
         gone = [name for name, parameter in self._trained.items() if parameter not in present]
         # if all parameters are gone, no backward pass goes through DDP, so no rank waits
         if gone and len(gone) < len(self._trained):
-            self._seen = []  # makes the next forward pass fail again
+            self._seen = []  # the next forward pass must fail as well
             raise ConfigurationError(
                 f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
                 "DDP would wait for its gradient; wrap and attach again, or build DDP with "
@@ -235,8 +236,8 @@ class BucketSource(Source):
 
     def _check_gradient(self, parameter: Tensor) -> None:
         """Refuse a gradient with a graph, or from a backward pass that is not exchanged."""
-        # This hook runs for every parameter in every step, and nearly always returns here. Grad
-        # mode is enabled within a backward pass only with create_graph=True.
+        # This hook runs for every parameter in every step, so the usual case must return quickly. Within
+        # a backward pass, gradients are enabled only with create_graph=True.
         if not (self._exchanged or torch.is_grad_enabled()):
             return
         _, slot = self._place[parameter]
@@ -248,8 +249,8 @@ class BucketSource(Source):
         model = self._model()
         if not self._exchanged or model is None or not model.require_backward_grad_sync:
             return
-        # Whether this backward pass is exchanged is known only at its end, because the first bucket may
-        # come after this gradient.  The flag is cleared to queue the check once per backward pass.
+        # Only the end of this backward pass tells whether it is exchanged, because the first bucket may
+        # come after this gradient.  The flag is cleared so that the check is queued only once per pass.
         self._exchanged, begun = False, self._begun
 
         def check() -> None:
@@ -266,7 +267,7 @@ class BucketSource(Source):
         Variable._execution_engine.queue_callback(check)
 
     def _check_join(self) -> None:
-        """Refuse settings that ``join()`` does not support; all ranks do so, finished or not."""
+        """Refuse settings that do not work with ``join()``, on all ranks, whether out of data or not."""
         model, correction = self._model(), self._steps.reducer.correction
         if model is None or not model._join_config.enable:
             return
@@ -284,34 +285,35 @@ class BucketSource(Source):
     # ---- the hook, on autograd's thread --------------------------------------------------------
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Accumulate a bucket; submit the units that it completes."""
-        # DDP's reducer calls the hook in the order of bucket numbers, no matter in which order gradients
-        # arrive, and all ranks have the same buckets (rank 0's).  So units are completed, and their
-        # exchanges submitted, in one order everywhere; otherwise ranks would deadlock.
+        """Accumulate a bucket; submit the exchanges of the units that it completes."""
+        # All ranks must submit exchanges in the same order, or they would deadlock.  DDP makes sure of
+        # this: all ranks have the same buckets (rank 0's), and the hook is called in the order of bucket
+        # numbers, whatever the order in which gradients arrive.
         if bucket.index() == 0:
             self._open = BucketStep(self._steps.units)
-            self._exchanged = False  # also where the hook is called before any gradient has come
+            self._exchanged = False  # here as well: the hook may come before any gradient
             self._begun += 1
             self._steps.begin()
             self._check_join()
         this, steps = self._open, self._steps
         future = this.take(Bucket(bucket.buffer(), self._places_of(bucket)))
-        # a clip by the norm of all gradients needs all of them before the first can be accumulated,
-        # so nothing overlaps with the backward pass
+        # To clip by the norm of all gradients, all of them must be there before the first is
+        # accumulated, so no exchange overlaps with the backward pass.
         complete = self._accumulate(this) if bucket.is_last() or not steps.measures else []
-        # autograd's thread has queued the accumulation on its stream; the engine's thread uses another
+        # the accumulation was queued on the stream of autograd's thread; the engine's uses another one
         steps.wait_for_gpu()
         for unit in complete:
             steps.launch(this, unit)
         if bucket.is_last():
             this.check_complete()
-            # Submit a coroutine after those of all units, and then a callable, which the engine
-            # starts only after every earlier coroutine has ended.
+            # ``_share`` is a coroutine, which starts after those of all units.  Then follows a callable,
+            # which the engine runs only when every earlier coroutine has ended.
             this.jobs.append(steps.engine.submit(self._share(this)))
             finished = steps.engine.submit(lambda: self._finish(this))
             if not call_after_backward(lambda: self._after(this, finished)):
-                # Under join(), a rank without further batches calls the hook outside of backward().  Its
-                # residual is still delivered, and blocking is safe because autograd is not running
+                # Under join(), DDP calls the hook outside of backward() on a rank without further
+                # batches.  Its residual is still delivered, and this may block, because autograd is not
+                # running.
                 self._after(this, finished)
         return future
 
@@ -327,7 +329,7 @@ class BucketSource(Source):
         return known
 
     def _accumulate(self, this: BucketStep) -> list[int]:
-        """Accumulate the waiting gradients; return the units that they complete."""
+        """Accumulate the gradients that are waiting; return the units that they complete."""
         waiting = this.drain()
         corrector = self._steps.reducer.corrector
         if corrector and self._steps.measures:
@@ -342,12 +344,12 @@ class BucketSource(Source):
         return complete
 
     async def _share(self, this: BucketStep) -> None:
-        if not this.failed:  # peers may be gone: each further wait would last until its deadline
+        if not this.failed:  # otherwise peers may be gone, and this would wait until its deadline
             await self._steps.reducer.share()
 
     def _finish(self, this: BucketStep) -> None:
-        # DDP waits for every future without a deadline, so each gets a value even after an error.
-        # ``_after`` raises the error itself, and backward() passes it on.
+        # DDP waits for every future without a deadline, so each must get a value even after an error.
+        # The error itself is raised by ``_after``, and so by backward().
         try:
             self._steps.finish(this)
         except BaseException:
@@ -362,8 +364,8 @@ class BucketSource(Source):
         self._exchanged = True
         try:
             if not self._steps.settle(this, finished):
-                # gradients are None rather than zeros, because with zeros an optimizer would still
-                # step, by momentum and weight decay
+                # None, because an optimizer would make a step even if gradients were zeros, by momentum
+                # and weight decay
                 for parameter in self._place:
                     parameter.grad = None
                 return
@@ -371,29 +373,29 @@ class BucketSource(Source):
             if model is not None and (model.find_unused_parameters or model.static_graph):
                 _deliver_to_unused(pair for bucket in this.buckets for pair in bucket.pairs())
         finally:
-            # DDP rebuilds its buckets at the next forward pass; a reference would keep their old memory
-            # alive until then
+            # DDP rebuilds its buckets at the next forward pass, and a reference would keep the memory of
+            # the old ones alive
             if finished.done():  # otherwise the wait was broken off, and the engine still writes
                 this.buckets.clear()
         self._steps.compare(alike=True)
 
 
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Write averages to parameters that no rank used in this step, but whose residuals arrived.
+    """Write averages to parameters that no rank used in this step, but for which residuals arrived.
 
     DDP does not touch the gradients of such parameters (``find_unused_parameters``, ``static_graph``).
     The delivered mass has already left the residuals, so it would be lost if it were dropped here.
     """
     for parameter, average in averages:
         if not parameter.requires_grad:
-            # frozen since: with a gradient, momentum and decay would move it; what was withheld of it
-            # is dropped
+            # The parameter was frozen since.  With a gradient, momentum and decay would change it, so its
+            # residual is dropped.
             continue
         average = average.view(parameter.shape)
-        # zeros stay None, as in plain DDP, so optimizers skip a parameter that received nothing
+        # if nothing arrived, None stays, as in plain DDP, so that optimizers skip the parameter
         if parameter.grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:
-            # DDP does not copy the bucket to a parameter that it considers unused; for all others,
-            # this line changes nothing
+            # DDP has copied the bucket, unless it considers the parameter unused; this copy makes no
+            # difference for the other parameters
             parameter.grad.copy_(average)

@@ -6,9 +6,9 @@
     accumulate, select, exchange with the same part's ranks in other nodes, retain
     average <--allgather in the node-- this rank's part of the average
 
-So every rank uses its own link, a node sends no more than a single rank would, and the residual of n
-elements is split over the node.  For updates, gradients are averaged in the node on every step, and the
-ranks of a node split the outer step (``Node``).
+Every rank uses its own link to other nodes, a node sends no more than a single rank would, and the
+residual of n elements is split over the node.  If updates are exchanged, gradients are averaged inside
+the node on every step, and the ranks of a node split the outer step (``Node``).
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def grid_of(
 ) -> list[list[int]]:
     """Return the global ranks of every node, ascending.
 
-    "node" means the ranks that the launcher started on a machine: it numbers them consecutively, and
-    LOCAL_WORLD_SIZE says how many they are.  A mesh has two dimensions, (nodes, ranks of a node).
+    With "node", a node consists of the ranks that the launcher started on a machine.  It numbers them
+    consecutively, and LOCAL_WORLD_SIZE is their number.  A mesh has two dimensions, (nodes, ranks of a
+    node).
 
     Example:
         >>> grid_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "2"})
@@ -69,7 +70,7 @@ def grid_of(
                 f"hierarchy='node' needs LOCAL_WORLD_SIZE, the ranks per machine, as torchrun sets it; "
                 f"it is {size!r}: set it, or give a mesh (nodes, ranks of a node) instead"
             )
-        # by global rank: the model's group may leave out ranks of a machine
+        # machines are found by global rank, because the model's group may leave out ranks of a machine
         machines: dict[int, list[int]] = {}
         for rank in sorted(ranks):
             machines.setdefault(rank // int(size), []).append(rank)
@@ -83,15 +84,15 @@ def grid_of(
         raise ConfigurationError(
             f"hierarchy is {hierarchy!r}; give 'node', 'links', or a mesh (nodes, ranks of a node)"
         )
-    # A process group numbers its ranks in ascending order, and ``nodes_of`` takes a position in this list
-    # as a rank's number in its node.  In another order, peers would exchange different parts.
+    # A process group numbers its ranks in ascending order, and ``nodes_of`` takes the position in this
+    # list for a rank's number in its node.  In another order, peers would exchange different parts.
     return [sorted(node) for node in grid]
 
 
 def nodes_of(options: Options, ranks: Sequence[int], groups: Groups) -> tuple[list[int], list[int]]:
-    """Return the global ranks of this rank's node, and the ranks at the same position in every node.
+    """Return the global ranks of this rank's node, and the ranks at its position in every node.
 
-    This is collective, because "links" requires measurements.
+    This is collective, because "links" takes measurements.
     """
     given = options.transport.hierarchy
     grid = measured_sites(options, ranks, groups) if given == "links" else grid_of(given, ranks)
@@ -120,7 +121,7 @@ class NodeReducer:
     ) -> None:
         inner, outer = nodes_of(options, ranks, groups)
         # The default backend, usually NCCL, is fast inside a node.  Between nodes, sparse messages need
-        # gloo or ZeroMQ: NCCL can only receive lengths that are known in advance
+        # gloo or ZeroMQ, because with NCCL a receiver must know the length of a message in advance.
         group = groups.make(inner, backend=None)
         self.node = node = TorchCommunicator(group, timeout=options.transport.timeout)
         options.agree_with(node)
@@ -130,26 +131,26 @@ class NodeReducer:
         self.reducer = options.reducer(
             groups.make(outer), runs, self.consensus, ranks_of_a_node=node.world_size
         )
-        # padded, because a native reduce-scatter needs equal parts
+        # units are padded, because a native reduce-scatter needs equal parts
         sizes = [-(-unit.size // node.world_size) * node.world_size for unit in units]
         self._flat = [
             torch.zeros(size, dtype=unit.dtype, device=unit.device)
             for unit, size in zip(units, sizes, strict=True)
         ]
         self._weights: dict[int, Tensor] = {}
-        self._lost = False  # whether the open step lost a rank of the node
+        self._lost = False  # whether a rank of the node was lost in the open step
 
     def accumulate(
         self, unit: int, start: int, gradient: Tensor, weights: Tensor | None = None
     ) -> None:
-        """Store a gradient for the node's reduce-scatter, and its weights if they decay."""
+        """Store a gradient for the node's reduce-scatter, and the weights if they decay."""
         with self.reducer.comm.stage("accumulate"):
             here = self._flat[unit][start : start + gradient.numel()]
-            # The node's mean acts as the gradient of one larger batch.  Gradients are divided before the
-            # sum, which could overflow in 16 bits
+            # The node's mean is the gradient of one larger batch.  Gradients are divided before they are
+            # summed, because a sum could overflow in 16 bits.
             torch.div(gradient, self.node.world_size, out=here)
-            # Weights are only copied: all ranks of a node have the same ones, and ``exchange`` cuts out
-            # this rank's part
+            # Weights need no sum, because all ranks of a node have the same ones; ``exchange`` cuts out
+            # this rank's part.
             correction = self.reducer.correction
             if correction and correction.weight_decay and weights is not None:
                 if unit not in self._weights:
@@ -168,12 +169,12 @@ class NodeReducer:
         await self.reducer.exchange(unit)
 
     async def follow(self, unit: int) -> None:
-        """Sum over the node only: the step has failed on this rank, but not on others of the node.
+        """Sum over the node only, because the step has failed on this rank.
 
-        The other ranks learn of the failure from the consensus.  Until then, all ranks of the node
-        must start the same collectives.
+        The other ranks of the node learn of the failure from the consensus.  Until then, all ranks of the
+        node must start the same collectives.
         """
-        if not self._lost:  # otherwise that collective is broken for all of them
+        if not self._lost:  # otherwise the collective is broken on all ranks of the node
             await self._scattered(unit)
 
     async def _scattered(self, unit: int) -> Tensor:
@@ -192,8 +193,8 @@ class NodeReducer:
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Close the step on all ranks of the node or on none; return whole averages."""
-        # The parts are gathered by ``prepare``, after the consensus and before any residual is written:
-        # gathering may fail as well, and then the step can still be undone.
+        # Parts are gathered by ``prepare``, after the consensus and before any residual is written.  So
+        # if gathering fails, the step can still be undone.
         averages: list[Vector] = []
         parts = self.reducer.commit(
             propagate_nonfinite=propagate_nonfinite,
@@ -201,30 +202,30 @@ class NodeReducer:
         )
         if averages:
             return averages
-        # the step was skipped, so nothing was gathered, and NaN from this rank's part fills the unit
+        # the step was skipped, so nothing was gathered; whole units get the NaN of this rank's parts
         return [
             DenseVector(part.values.new_full((unit.size,), torch.nan))
             for unit, part in zip(self.units, parts, strict=True)
         ]
 
     def refuse(self) -> None:
-        """Undo the open step, and forget that it lost a rank of the node."""
+        """Undo the open step, and forget that a rank of the node was lost."""
         self.reducer.refuse()
         self._lost = False
 
     def _gathered(self, unit: int) -> Vector:
         flat, total = self._flat[unit], self.reducer.reduced[unit].total
         length = flat.numel() // self.node.world_size
-        # take the total's dtype from the residual: the total may not be decoded yet
+        # the dtype is taken from the residual, because the total may not be decoded yet
         # (``collectives/quantised.py``)
         dtype = self.reducer.residuals[unit].accumulated.dtype
         average = torch.zeros(length, dtype=dtype, device=flat.device)
         total.write_to_(average[: total.size])
-        # The commit divides the total only after ``prepare``, so the copy is divided here.  The
-        # division comes before the cast to 16 bits, in which the sum could overflow.
+        # The commit divides the total only after ``prepare``, so the copy is divided here.  It is divided
+        # before the cast, because the sum could overflow in 16 bits.
         if self.reducer.algorithm.average:
             average.div_(self.reducer.comm.world_size)
-        # reuse the memory of this step's gradients, which the reduce-scatter has already read
+        # the memory of this step's gradients is free again, because the reduce-scatter has read it
         _gather(self.node, flat, average.to(flat.dtype))
         return DenseVector(flat[: self.units[unit].size])
 
@@ -236,7 +237,8 @@ class Node:
     All runs of a tensor have the same length; the last ones are padded with zeros.
 
     Attributes:
-        comm: the ranks of this node; used only by the training thread and, for DDP, by autograd's.
+        comm: connects the ranks of this node; used only on the training thread and, for DDP, on
+            autograd's thread.
         consensus: the joint decision of this node's ranks, on the engine's thread.
         peers: the ranks with the same runs, one in each node.
     """
@@ -244,8 +246,8 @@ class Node:
     def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
         inner, self.peers = nodes_of(options, ranks, groups)
         timeout = options.transport.timeout
-        # The same ranks form two groups: a group's collectives must start in the same order on all
-        # ranks, which two threads that shared a group could not guarantee.
+        # The same ranks form two groups, one per thread: a group's collectives must start in the same
+        # order on all ranks, which two threads with the same group could not guarantee.
         self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
         self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
         options.agree_with(self.consensus.parts)
@@ -271,8 +273,8 @@ class Node:
         self.comm.ledger.reduced(_AVERAGE, tensor, self.comm.world_size)
 
         def averaged(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            # DDP waits for this future.  With torch's error in it, backward() would raise that
-            # error before ``check`` could raise one that names rank and phase
+            # DDP waits for this future.  If it held torch's error, backward() would raise that error
+            # before ``check`` could raise one that names rank and phase.
             try:
                 return done.value()[0]
             except RuntimeError:
@@ -293,7 +295,7 @@ class Node:
 
 
 def _book(comm: TorchCommunicator, phase: str, flat: Tensor) -> None:
-    """Count the bytes that a ring would move, because torch does not report what its backend sends."""
+    """Count the bytes that a ring would send, because torch does not report the bytes of its backend."""
     others = comm.world_size - 1
     nbytes = flat.numel() * flat.itemsize * others // comm.world_size
     comm.ledger.sent(phase, nbytes, Parts(value=nbytes), others)
@@ -304,7 +306,7 @@ def _divide(units: Sequence[Unit], index: int, parts: int) -> tuple[list[Unit], 
     """Split every unit into equal runs of elements; the last ones may be shorter or empty.
 
     Returns:
-        The units of run ``index``, and the pieces of their parameters.
+        Units that hold only the runs at position ``index``, and the pieces of their parameters.
 
     Example:
         >>> from sparsync.units import Slot

@@ -2,8 +2,8 @@
 
 A hook on every parameter sees its complete gradient: with FSDP2 the gradient of this rank's shard, in a
 pipeline the sum over all micro-batches.  A complete unit is exchanged while other layers or stages are
-still in their backward pass.  At the end of the step all parts of the model decide together whether to
-apply it, and the averages go back into ``parameter.grad``.
+still in their backward pass.  At the end of the step, all parts of the model decide together whether to
+apply the step, and the averages are written back to ``parameter.grad``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
     """Return the number of a pipeline's backward passes per step, and the factor on its gradients.
 
     The schedule scales ``parameter.grad`` once all micro-batches are done. Gradients whose exchange has
-    already begun are no longer there, so this factor scales them.
+    begun before that are no longer in ``parameter.grad``, so they are multiplied by this factor instead.
     """
     if schedule is None:
         return None
@@ -93,17 +93,17 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
 
 
 def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
-    """Choose the density by the size of the whole model if none was given, equal on all parts."""
+    """If no density was given, choose it by the size of the whole model, equal on all parts."""
     mine = torch.tensor([elements_of(shards)])
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
     return options.for_size(elements, options.tell)
 
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
-    """Turn off decisions that would differ between parts, or refuse the options."""
-    # With several kinds, some parameters are copied to several ranks of this replica, next to different
-    # shards. All these ranks must select the same entries of the copies, so nothing may depend on the
-    # shards.
+    """Turn off decisions that would differ between parts; refuse options for which that is impossible."""
+    # With several kinds, some parameters are whole on several ranks of this replica, next to different
+    # shards. All these ranks must select the same entries of such a parameter, so the selection must not
+    # depend on the shards.
     kinds = {p.kind for p in shards}
     if len(kinds) == 1:
         return options
@@ -118,11 +118,11 @@ def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
 
 
 def _units(options: Options, model: nn.Module, shards: Sequence[Shard]) -> list[Unit]:
-    """Plan units of one kind each.
+    """Plan units, each with parameters of one kind.
 
-    A parameter that is replicated over tensor-parallel ranks must not share a unit with shards, which
-    differ from rank to rank: each rank would select different entries of the parameter, and its copies
-    would drift apart.
+    A parameter that is replicated over tensor-parallel ranks must not share a unit with shards.  Shards
+    differ from rank to rank, so each rank would select different entries of the replicated parameter,
+    and its copies would drift apart.
     """
     units: list[Unit] = []
     for kind in dict.fromkeys(p.kind for p in shards):
@@ -138,11 +138,11 @@ class ParameterSource(Source):
     Args:
         model: the plain module.
         steps: the steps that take the gradients.
-        parts: agrees with the ranks that hold other parts of this replica.
-        shards: the parameters that are exchanged.
+        parts: makes decisions together with the ranks that hold other parts of this replica.
+        shards: the parameters whose gradients are exchanged.
         fsdp: the switches of FSDP2 in the model.
-        schedule: for a pipeline, the backward passes per step and the factor on its gradients.
-        overlap: exchange units while others are in their backward pass.
+        schedule: for a pipeline, the number of backward passes per step and the factor on gradients.
+        overlap: exchange a unit while others are still in their backward pass.
         compares: check that replicas begin with equal weights.
     """
 
@@ -160,7 +160,7 @@ class ParameterSource(Source):
     ) -> None:
         self._model, self._steps, self._parts, self._fsdp = weakref.ref(model), steps, parts, fsdp
         self._overlap = overlap
-        # whether replicas' weights have been compared, which happens before the first commit
+        # whether the replicas' weights have been compared, which is done before the first commit
         self._compared = not compares
         self._parameters = {p.name: p.parameter for p in shards}
         self._kinds = kinds_of(self._parameters)
@@ -175,8 +175,8 @@ class ParameterSource(Source):
         ]
         self._scheduled = schedule is not None
         passes, self._scale = schedule or (1, 1.0)
-        # FSDP2 adds up micro-batches in the unsharded gradient. A stage lets FSDP2 reduce only after
-        # the last one (torch.distributed.pipelining.stage), so a shard's hook is called once per step.
+        # FSDP2 sums micro-batches in the unsharded gradient, and a stage lets it reduce only after the
+        # last one (torch.distributed.pipelining.stage), so a shard's hook is called once per step.
         self._passes = {p.parameter: 1 if fsdp.manages(p.parameter) else passes for p in shards}
         self._paused = False
         self._open: ReplicaStep | None = None
@@ -185,15 +185,14 @@ class ParameterSource(Source):
         """Check the model on every forward pass, and count gradients, until the handle is closed."""
         model = self._model()
         assert model is not None
-        # a weak reference, because a parameter must not keep this source alive, which keeps the
-        # parameter
+        # a weak reference, because parameter and source would otherwise keep each other alive
         hook = weakly(self.on_gradient)
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
         # a ModuleList or ModuleDict is never called itself, so its hooks would never run
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)
         modules = list(model.children()) if several else [model]
-        # a strong reference: through this hook, the model keeps the handle alive even if the user
-        # drops it
+        # a strong reference: through this hook, the model keeps the handle alive, even if the user drops
+        # the handle
         check = Hook(partial(self._check_model, sync))
         handles += [module.register_forward_pre_hook(check) for module in modules]
         for handle in handles:
@@ -210,7 +209,7 @@ class ParameterSource(Source):
             self._paused = before
 
     def step(self) -> None:
-        """Close the step of a pipeline, whose backward passes cannot tell which is the last."""
+        """End the step of a pipeline, whose backward passes cannot tell which of them is the last."""
         if not self._scheduled:
             super().step()
         self._close()
@@ -228,13 +227,13 @@ class ParameterSource(Source):
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; exchange the units whose turn has come."""
-        # such a gradient is not counted: it accumulates in ``parameter.grad``, from which a later
-        # pass takes the sum
+        # a gradient that is not exchanged now accumulates in ``parameter.grad``, and a later pass takes
+        # the sum
         if not self._fsdp.admits(parameter) or self._paused:
             return
         this = self._present_step()
         if this is None:
-            parameter.grad = None  # so every optimizer skips this parameter
+            parameter.grad = None  # optimizers then skip this parameter
             return
         unit, slot = self._place[parameter]
         # the unit's gradients were already taken, so this one would stay on this rank
@@ -249,25 +248,26 @@ class ParameterSource(Source):
         this.passes[parameter] += 1
         if this.passes[parameter] == self._passes[parameter]:
             this.ready[unit] += 1
-        # Only the first unit of ``order`` may start, even if others are complete: gradients arrive in
-        # different orders on different ranks (graphs depend on data), but exchanges must start in the
-        # same order.
+        # Only the first unit of ``order`` may start, even if others are complete.  Gradients may arrive
+        # in different orders on different ranks, because graphs may depend on data, but exchanges must
+        # start in the same order everywhere.
         if self._overlap and not self._steps.measures:
             while this.order and this.ready[first := this.order[0]] == len(this.units[first].slots):
                 self._launch(this, self._scale)
 
     def _present_step(self) -> ReplicaStep | None:
         """Return the open step, or open one; return None if this rank takes no further steps."""
-        # A step is one backward pass, recognised by autograd's number for it, which only torch._C
-        # exposes; in a pipeline it is all backward passes until ``step()``.
+        # A step consists of one backward pass, or in a pipeline of all backward passes until ``step()``.
+        # A backward pass is recognised by autograd's number for it, which only torch._C exposes.
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
         if self._open is not None and self._open.task != task:
             # The backward pass of the open step has failed, or encloses this one (checkpointing).  The
-            # step does not end, because an elastic rank might leave before this pass has begun its own
+            # step is not ended, because an elastic rank might then leave before this pass opens its own
+            # step.
             self._open = None
             self._steps.discard(ends=False)
         if self._open is None:
-            # checked again: a loop may call parts of the model, which have no hook
+            # checked here as well, because a loop may call parts of the model, which have no hook
             if (model := self._model()) is not None and not self._scheduled:
                 self._check_parameters(model)
             if not self._steps.begin():
@@ -281,8 +281,8 @@ class ParameterSource(Source):
         return self._open
 
     def _close_outermost(self) -> None:
-        # callbacks of the outermost backward pass run when no node is running; within a nested pass, the
-        # node that called it still runs
+        # At the end of the outermost backward pass, none of autograd's nodes is running.  At the end of a
+        # nested pass, the node that has started it still runs.
         if torch._C._current_autograd_node() is not None:
             raise self._broken(
                 "a backward pass inside another brought gradients, as in torch.utils.checkpoint, and "
@@ -291,7 +291,7 @@ class ParameterSource(Source):
         self._close()
 
     def _broken(self, why: str) -> ConfigurationError:
-        """Discard the open step; return the error that says why."""
+        """Discard the open step; return an error with the reason."""
         self.discard()
         return ConfigurationError(why)
 
@@ -301,7 +301,7 @@ class ParameterSource(Source):
         return self._steps.scaler
 
     def discard(self) -> None:
-        """Undo what a broken backward pass has begun."""
+        """Undo the work of a backward pass that broke off."""
         self._open = None
         self._steps.discard()
 
@@ -313,23 +313,23 @@ class ParameterSource(Source):
         gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
-        # kept for ``write``; for a large parameter, the residual uses the same memory until the commit
+        # kept for ``write``; until the commit, the residual uses the memory of large gradients
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
-            # the copy is needed because ``reshape`` alone keeps the strides of a 1-D tensor that
-            # the user has put into .grad
+            # ``contiguous`` is needed for a strided 1-D tensor that the user has put into .grad, because
+            # ``reshape`` keeps its strides
             own = [gradients[number].reshape(-1).contiguous() for number in its.members]
             gradient = own[0] if len(own) == 1 else torch.cat(own)
             self._steps.accumulate(its, gradient, [parameters[number] for number in its.members])
-        # gradients are accumulated on autograd's stream, but the engine's thread uses another one
+        # gradients were accumulated on autograd's stream, but the engine's thread uses another one
         self._steps.wait_for_gpu()
         self._steps.launch(this, unit)
 
     # ---- the end of the step -----------------------------------------------------------------------
 
     def _close(self) -> None:
-        # A rank whose stage got no gradient still takes part, with zeros, because others wait for it and
-        # its residual must be delivered.
+        # A rank whose stage got no gradient still takes part, with zeros: others wait for it, and its
+        # residual must be delivered.
         steps, reducer, engine = self._steps, self._steps.reducer, self._steps.engine
         if self._open is None:
             steps.begin()
@@ -339,7 +339,7 @@ class ParameterSource(Source):
             grads = [p.grad for p in self._place if p.grad is not None]
             reducer.corrector.measure(map(local_of, grads))
         while this.order:
-            self._launch(this, 1.0)  # the schedule has scaled gradients still in ``parameter.grad``
+            self._launch(this, 1.0)  # the schedule has already scaled these gradients
         # jobs must start in the same order on all ranks: first the units, then the jobs below
         if not self._compared:
             this.jobs.append(engine.submit(self._check_first_weights()))
@@ -347,13 +347,13 @@ class ParameterSource(Source):
         this.jobs.append(engine.submit(used))
         this.jobs.append(engine.submit(reducer.share()))
         # A gradient is written if any rank used the parameter: with None on one replica and zeros on
-        # another, weight decay would move only the latter. If the step was refused, all stay None, so
-        # every optimizer skips them.
+        # another, weight decay would change only the latter. If the step was refused, all gradients stay
+        # None, so that optimizers skip them.
         finished = engine.submit(lambda: steps.finish(this))
         try:
             if steps.settle(this, finished):
                 for name in this.taken.keys() & self._parts.used:
-                    # not to one that was frozen since, which momentum and decay would then move
+                    # none for a parameter that was frozen since: momentum and decay would change it
                     if (parameter := self._parameters[name]).requires_grad:
                         parameter.grad = this.taken[name]
         finally:
@@ -363,12 +363,12 @@ class ParameterSource(Source):
         steps.compare()
 
     async def _check_first_weights(self) -> None:
-        """Refuse replicas that began with different weights; DDP would have sent rank 0's weights."""
+        """Refuse replicas that began with different weights, which DDP would have made equal."""
         self._compared, reducer = True, self._steps.reducer
-        # a loaded handle continues from a later step
+        # not after a load, which continues from a later step
         if not reducer.step + reducer.skipped:
             model = self._model()
-            # frozen ones as well, e.g. of the model below a LoRA
+            # frozen parameters are compared as well, e.g. those of the model below a LoRA
             frozen = {} if model is None else dict(model.named_parameters())
             named = [(name, local_of(p)) for name, p in {**frozen, **self._parameters}.items()]
             await check_equal_parameters(reducer.channel("weights"), named)
@@ -376,20 +376,20 @@ class ParameterSource(Source):
 
 @final
 class ReplicaStep(Step):
-    """One step, which takes gradients out of ``parameter.grad``, so nothing else scales or clips them.
+    """One step, which takes gradients out of ``parameter.grad``, so that nothing else changes them.
 
-    Units start in the same order on all ranks, the last unit first, because gradients mostly arrive
-    in this order.  If they arrive in another order on one rank, that rank must not wait for a unit
-    that its peers have not started.
+    Units start in the same order on all ranks, even if gradients arrive in another order on one of
+    them: otherwise ranks would wait for units that their peers have not started.  The last unit comes
+    first, because gradients mostly arrive in this order.
 
     Attributes:
         task: the number of autograd's task in which the step was opened.
-        gradients: the gradients of the units that have started, by slot.
+        gradients: the gradients of the units that have started, one per slot.
         passes: number of backward passes that have reached each parameter.
         ready: number of complete parameters, by unit.
-        order: the units that have not started.
+        order: the units that have not started, in order.
         taken: gradients taken out of ``parameter.grad``, or zeros if there was none, by name.
-        came: names of parameters that had a gradient here.
+        came: names of the parameters that had a gradient on this rank.
     """
 
     def __init__(self, units: Sequence[Unit], runs: Sequence[Sequence[Run]], task: int) -> None:
@@ -405,8 +405,8 @@ class ReplicaStep(Step):
     def take(self, name: str, parameter: Tensor) -> Tensor:
         """Take the gradient out of ``parameter.grad``, the sum of one or more backward passes.
 
-        A parameter without a gradient counts as zeros, because peers may have used it, and its residual
-        may be delivered.
+        Without a gradient, zeros are returned: peers may have used the parameter, and its residual may be
+        delivered.
         """
         if parameter.grad is None:
             gradient = torch.zeros_like(parameter.detach())

@@ -1,6 +1,7 @@
 """Runs: small parameters that are adjacent in a unit, accumulated and written as one.
 
-For a small parameter, starting a pass from Python takes longer than the pass itself.
+This saves time because, for a small parameter, it takes longer to start a pass from Python than to run
+it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from sparsync.units import Slot
 __all__ = ["Place", "Run", "parts_of", "runs_of", "write_part"]
 
 _SMALL: Final = 1 << 15  # elements; copying this many takes no longer than Python's overhead
-# The longest run, in elements: its averages are written through a dense copy, which must be small
-# compared with the unit
+# The length, in elements, from which a run is not extended: its averages are written through a dense
+# copy, which must be small compared with the unit.
 _RUN: Final = 1 << 20
 
 Place = tuple[int, Slot]  # the number of a unit, and a parameter's slot in it
@@ -50,15 +51,14 @@ def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
     """
     runs: list[Run] = []
     end = 0
-    # An empty parameter starts where the next one does.  Sorting by size as well puts it first, so the
-    # run continues after it
+    # An empty parameter starts at the same element as the next one.  Sorting by size as well puts it
+    # first, so that the run continues after it.
     keys = [(unit, slot.start, slot.size) for unit, slot in places]
     for number in sorted(range(len(places)), key=keys.__getitem__):
         unit, slot = places[number]
         if joined and runs and max(runs[-1].sizes[-1], slot.size) <= _SMALL:
             last = runs[-1]
-            # runs are joined only without a gap, because a bucket may lack some parameters of a
-            # unit
+            # there may be a gap, because a bucket may lack some parameters of a unit
             if (last.unit, end) == (unit, slot.start) and end - last.start < _RUN:
                 last.members.append(number)
                 last.sizes.append(slot.size)
@@ -75,7 +75,7 @@ def parts_of(average: Vector, runs: Sequence[Run]) -> Iterator[tuple[Run, Vector
         for run in runs:
             yield run, DenseVector(average.values[run.start : run.end])
     else:
-        # one search serves all runs; every second part is the gap between two of them
+        # a single search finds all runs; every second part is the gap between two runs
         cuts = [cut for run in runs for cut in (run.start, run.end)]
         yield from zip(runs, average.split(cuts)[::2], strict=True)
 

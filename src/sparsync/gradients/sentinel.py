@@ -24,27 +24,28 @@ _NAMED = 3  # number of tensors named in a message
 @naming_options
 @dataclass(frozen=True, eq=False)
 class Sentinel:
-    """Settings for comparing replicas, with the policy for differences.
+    """Settings for comparing replicas: how often, and what to do if they differ.
 
     Ranks that apply the same totals to the same parameters stay bit-identical.  A rank drifts away if its
     memory flips a bit, its optimizer has another setting, or its code changes a weight.  Nothing else
-    would reveal this: the loss only gets a little worse.
+    would reveal this, because the loss only gets a little worse.
 
-    Parameters, trained or frozen, and the running statistics of ``SyncBatchNorm`` are compared.  The
-    statistics of other normalisation layers are local: each rank updates them with its own batch, and DDP
-    broadcasts those of rank 0 before the next forward pass (``broadcast_buffers=True``), or never.
+    The sentinel compares parameters, trained or frozen, and the running statistics of ``SyncBatchNorm``.
+    The statistics of other normalisation layers are local: each rank updates them with its own batch.
+    DDP broadcasts those of rank 0 before the next forward pass, unless ``broadcast_buffers`` is False.
 
     Attributes:
         period: steps between comparisons.
-        policy: the reaction to a difference: "raise" ``PeerError`` from ``backward()`` on all ranks,
-            "warn" and continue, or "heal": ranks in the minority get the tensor of the majority, in
-            place.  Without a majority (two ranks, or two halves) "heal" raises.
+        policy: the reaction to a difference.  "raise" raises ``PeerError`` from ``backward()`` on all
+            ranks.  "warn" warns and continues.  "heal" copies the tensor of the majority to the ranks in
+            the minority, in place; without a majority (two ranks, or two halves) it raises.
         buffers: names of other buffers that should be equal.
-        optimizer: its state is compared and healed as well.  Without it, a healed parameter may keep a
-            different momentum, and would soon differ again.
+        optimizer: the optimizer, whose state is then compared and healed as well.  Otherwise a healed
+            parameter may have another momentum than its copies, and would soon differ again.
 
     Cost, every ``period`` steps: two passes over the compared memory and a message of 16 bytes per rank,
-    one more if a replica is split over ranks (``docs/checkpoints.md`` has seconds); one wait for a GPU.
+    and one more message if a replica is split over ranks (``docs/checkpoints.md`` has seconds); one wait
+    for a GPU.
     """
 
     period: int = 100
@@ -73,11 +74,11 @@ class Sentinel:
 
     def due(self, step: int) -> bool:
         """Return whether the replicas are compared after step ``step`` (0-based)."""
-        # a comparison closes a period, as averages do, so it is due at (step + 1) % period == 0
+        # a comparison ends a period, as averages do
         return (step + 1) % self.period == 0
 
     def tensors(self, model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the tensors that should be equal on all ranks, by name; DTensors as local parts.
+        """Return the tensors that should be equal on all ranks, by name; of a DTensor, the local part.
 
         Args:
             model: the attached model; its parameters are looked up again on every call.
@@ -94,8 +95,8 @@ class Sentinel:
                 f"{', '.join(buffers) or 'none'}"
             )
         chosen = {name: local_of(buffers[name]) for name in self.buffers if name not in ignored}
-        # Sort by name and then by key: digests are compared in the order of this dict, and the
-        # optimizer's own order may differ between ranks, e.g. after a load.
+        # Moments are sorted, because digests are compared in the order of this dict, and the optimizer's
+        # own order may differ between ranks, e.g. after a load.
         moments = {
             f"{kind} of {name}": local_of(value)
             for name, parameter in model.named_parameters()
@@ -119,17 +120,17 @@ async def check_replicas(
     Args:
         sentinel: the policy.
         comm: the replicas; under FSDP, the ranks that hold the same shard.
-        tensors: plain tensors by name (for a DTensor, its local tensor).
-        place: the place named in the message, e.g. "step 65".
+        tensors: plain tensors by name (of a DTensor, the local tensor).
+        place: the step to name in messages, e.g. "step 65".
         parts: the other ranks of this replica, each of which compares with its own peers; if one of them
             finds a difference, all act on it.
-        rank: this rank's number in messages; None takes its number in ``comm``.
+        rank: the number to use for this rank in messages; None means its number in ``comm``.
 
     Raises:
         PeerError: something differs and the policy is "raise", or "heal" without a majority.
     """
-    # An error is held back until the other parts know of it. They compare with different peers, so they
-    # may find nothing wrong, and would continue training, or wait for this rank in the next step.
+    # An error is held back until the other parts know of it. They compare with other peers, so they may
+    # find nothing wrong. Then they would train on, or wait for this rank in the next step.
     said, failure, comms = "", None, [] if parts is None else [parts]
     try:
         said = await _compare(sentinel, comm, tensors, place, comm.rank if rank is None else rank)
@@ -139,7 +140,7 @@ async def check_replicas(
         severity = 2 if failure else int(said != "")
         found = await worst(comms, severity, str(failure or said), "sentinel")
     except CommunicationError as error:
-        # the parts may be gone as well; the first error is reported
+        # if the other parts are gone as well, the first error is the one to report
         raise (failure or error) from None
     if found.severity > 1:
         raise failure or PeerError(found.words)
@@ -155,8 +156,8 @@ async def _compare(
     torn = await divergences(comm, tensors)
     if not torn:
         return ""
-    # All ranks found the same differences, so all of them get here.  ``comm`` numbers the replicas
-    # of one part, but users know global ranks.
+    # All ranks find the same differences, so all of them get here.  ``comm`` numbers the replicas of one
+    # part, but users know global ranks.
     called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
     found = _named(torn, called, place)
     if sentinel.policy == "raise":
@@ -167,7 +168,7 @@ async def _compare(
     if sentinel.policy == "warn":
         return found
     hopeless = [each for each in torn if not each.majority]
-    if hopeless:  # raised before healing any: a checkpoint must not contain half a repair
+    if hopeless:  # raise before healing any tensor: a checkpoint must not contain half a repair
         raise PeerError(
             f"{_named(hopeless, called, place)}: nobody can tell which is right; restart from the "
             "last checkpoint"

@@ -1,10 +1,10 @@
-"""The parameters that this rank holds in part: local tensors, their pieces, and FSDP2's switches.
+"""The parameters of which this rank holds a part: local tensors, their pieces, and FSDP2's switches.
 
-``fully_shard`` reduces over the shards, calls a module's all-reduce hook, writes the shards of
-gradients, and calls the parameters' own hooks.  The parameters' hooks see exactly this rank's shards,
-averaged over the ranks that hold the other shards.  The all-reduce hook is unsuitable for the exchange:
-its flat tensor has padding between uneven shards, does not say which parameters it contains, and may
-still have to be divided.
+In a backward pass, ``fully_shard`` reduces gradients over the shards' ranks, calls a module's all-reduce
+hook, writes the shards of the gradients, and calls the parameters' own hooks.  The parameters' hooks are
+used here, because they see exactly this rank's shards, averaged over the ranks that hold the other
+shards.  The all-reduce hook is unsuitable: its flat tensor has padding between uneven shards, does not
+tell which parameters it contains, and may still have to be divided.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Shard:
     """One trained parameter.
 
     Attributes:
-        name: as in ``named_parameters``.
+        name: the name in ``named_parameters``.
         parameter: a plain tensor, or a DTensor.
-        piece: the part of the parameter on this rank; None if this rank holds all of it.
-        kind: parameters of the same kind are sharded over the same ranks, in the same way.
+        piece: the part of the parameter on this rank; None if this rank holds the whole parameter.
+        kind: a text; parameters of the same kind are sharded over the same ranks, in the same way.
     """
 
     name: str
@@ -61,8 +61,7 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
     """Return the parameters that need gradients, in registration order.
 
     Raises:
-        ConfigurationError: parameters have no storage, or COO gradients, or a mesh includes
-            replicas.
+        ConfigurationError: a parameter has no storage, or COO gradients, or its mesh includes replicas.
     """
     if any(getattr(module, "sparse", False) is True for module in model.modules()):
         raise ConfigurationError(
@@ -73,8 +72,7 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        # a parameter on the meta device has no values yet, and its unit would be planned for a
-        # device that cannot exchange anything
+        # a parameter on the meta device has no values to exchange yet
         if parameter.device.type == "meta":
             raise ConfigurationError(
                 f"the parameter '{name}' is on the meta device; materialise the model "
@@ -92,8 +90,8 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if not isinstance(parameter, DTensor):
         return Shard(name, parameter, None, "plain")
     mesh, placements = parameter.device_mesh, parameter.placements
-    # This rank is in the mesh and among the replicas. Any other rank in both is a replica over
-    # which FSDP2 already sums, as in HSDP.
+    # This rank is both in the mesh and among the replicas. If another rank is, FSDP2 already sums over
+    # these replicas, as in HSDP.
     both = sorted(set(mesh.mesh.flatten().tolist()) & set(replicas))
     if len(both) > 1:
         raise ConfigurationError(
@@ -103,7 +101,7 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if all(placement.is_replicate() for placement in placements):
         return Shard(name, parameter, None, "replicated")
     size, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    # torch gives an empty shard an offset past the end, or none; zeros make pieces comparable
+    # torch gives an empty shard an offset past the end, or none; with zeros, pieces are comparable
     if 0 in size:
         offset = size = (0,) * len(size)
     piece = {"shape": list(parameter.shape), "offset": list(offset), "size": list(size)}
@@ -111,13 +109,13 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient with its parameter's placements; partial sums are reduced."""
+    """Return a gradient with its parameter's placements; partial sums are completed."""
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return gradient
     if gradient.placements == parameter.placements:
         return gradient
-    # Tensor parallelism leaves a sum over its ranks to the consumer (``Partial``, torch 2.13).  Selection
-    # is not linear, so the sum must come first.
+    # With tensor parallelism, a gradient may still have to be summed over ranks (``Partial``, torch
+    # 2.13).  The sum must come before the selection, which is not linear.
     return gradient.redistribute(parameter.device_mesh, parameter.placements)
 
 
@@ -139,27 +137,30 @@ def ranks_of(replicate: Any) -> list[int]:
 
 
 def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
-    """Hash every parameter's name and ranks, because layers of different stages may share a name."""
+    """Return a 64-bit hash of every parameter's name and ranks.
+
+    Ranks are included because layers of different stages may have the same name.
+    """
     texts = {name: f"{name} {sorted(ranks)}" for name, ranks in _holders(shards).items()}
-    # Python's own string hash differs between processes
+    # not ``hash``, which differs between processes
     hashes = {n: hashlib.blake2b(text.encode(), digest_size=8) for n, text in texts.items()}
     return {n: int.from_bytes(h.digest(), "little", signed=True) for n, h in hashes.items()}
 
 
 def elements_of(shards: Sequence[Shard]) -> int:
-    """Count the elements, before sharding, of the parameters whose first holder is this rank.
+    """Count the elements, before sharding, of the parameters whose lowest rank is this rank.
 
-    The sum over all parts of a replica is the model's size, in which every parameter, sharded or
-    replicated, counts once.
+    The sum over all parts of a replica is the model's size: every parameter, sharded or replicated,
+    counts once.
     """
     holders, me = _holders(shards), dist.get_rank()
     return sum(p.parameter.numel() for p in shards if min(holders[p.name]) == me)
 
 
 def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
-    """Return the ranks of a replica that hold each parameter, or a part of it.
+    """Return, for each parameter, the ranks of a replica that hold it or a part of it.
 
-    A plain parameter next to DTensors is whole on each of their ranks.
+    If there are DTensors, a plain parameter is whole on each of their ranks.
     """
     meshes = {p.name: _ranks(p.parameter) for p in shards}
     everywhere = frozenset().union(*meshes.values()) or frozenset([dist.get_rank()])
@@ -168,11 +169,11 @@ def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
 
 @final
 class Fsdp:
-    """Reports which gradients FSDP2's switches would all-reduce, and which parameters have changed.
+    """Tells which gradients to exchange, by FSDP2's switches, and which parameters have changed.
 
-    With ``set_requires_gradient_sync(False)`` no hook is called at all.  With
-    ``set_requires_all_reduce(False)`` the exchange is postponed, and the gradients of several backward
-    passes add up in the shards.  Parameters that FSDP2 does not manage are always exchanged.
+    With ``set_requires_gradient_sync(False)``, no hook is called at all.  With
+    ``set_requires_all_reduce(False)``, the exchange is postponed, and the gradients of several backward
+    passes add up in the shards.  Gradients of parameters that FSDP2 does not manage are always exchanged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -184,12 +185,13 @@ class Fsdp:
             if isinstance(module, FSDPModule)
             if (state := _get_module_state(module)) is not None  # fully_shard's, or replicate's
         }
-        # deduplicate by identity, because fully_shard([a, b]) gives several modules one state
+        # states are distinguished by identity, because fully_shard([a, b]) gives several modules one
         self._groups = [group for state in states.values() for group in _groups_of(state)]
         self._group_of: dict[Tensor, Any] = {
             kept.sharded_param: group for group in self._groups for kept in group.fsdp_params
         }
-        # asked to average, gloo adds up instead, without an error, as FSDP2 alone does there (measured)
+        # With these versions of torch, FSDP2 alone, without sparsync, has the same fault (measured): gloo
+        # is asked for an average, but returns a sum without an error.
         sums = any(
             sharded.device.type == "cpu" and len(_ranks(sharded)) > 1 for sharded in self._group_of
         )
@@ -204,14 +206,15 @@ class Fsdp:
         return parameter in self._group_of
 
     def admits(self, parameter: Tensor) -> bool:
-        """Return whether the gradient just written must be exchanged now."""
+        """Return whether a gradient that was written to ``parameter.grad`` must be exchanged now."""
         group = self._group_of.get(parameter)
         return group is None or bool(group.all_reduce_grads)
 
     def check_covers(self, shards: Sequence[Shard]) -> None:
         """Refuse unsharded parameters whose gradients are not averaged over the shards' ranks."""
-        # The ranks of the shards see different batches. FSDP2 averages its own parameters over them, and
-        # DTensor reduces those whose mesh includes all of these ranks. A single rank needs no average.
+        # The shards' ranks see different batches. FSDP2 averages the gradients of its own parameters over
+        # them, and DTensor reduces those of parameters whose mesh includes all of these ranks. A single
+        # rank needs no average.
         for ranks in {_ranks(sharded) for sharded in self._group_of}:
             for p in shards:
                 if len(ranks) == 1 or self.manages(p.parameter) or ranks <= _ranks(p.parameter):
@@ -223,17 +226,18 @@ class Fsdp:
                 )
 
     def check_same(self, exchanged: Collection[Tensor]) -> set[Tensor]:
-        """Refuse parameters of FSDP2 that train now, but were frozen or missing at ``attach``.
+        """Refuse parameters managed by FSDP2 that train now, but were frozen or missing at ``attach``.
 
         Returns:
-            All parameters of FSDP2: shards, and the whole parameters that modules expose while unsharded.
+            All parameters that FSDP2 manages: shards, and the whole parameters that modules show while
+            they are unsharded.
         """
         shown: set[Tensor] = set()
         for kept in (kept for group in self._groups for kept in group.fsdp_params):
-            # a module exposes either the shard or the whole parameter, and requires_grad may be set
-            # on either
+            # a module shows either the shard or the whole parameter, and the user may set requires_grad
+            # on either of them
             forms = [kept.sharded_param]
-            if hasattr(kept, "_unsharded_param"):  # made by the first all-gather
+            if hasattr(kept, "_unsharded_param"):  # created by the first all-gather
                 forms.append(kept._unsharded_param)
             shown.update(forms)
             if kept.sharded_param in exchanged or not any(form.requires_grad for form in forms):
@@ -250,14 +254,14 @@ class Fsdp:
 
 
 def _ranks(parameter: Tensor) -> frozenset[int]:
-    """Return the ranks that hold parts of a parameter."""
+    """Return the ranks in a parameter's mesh; none for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return frozenset()
     return frozenset(parameter.device_mesh.mesh.flatten().tolist())
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of a module: a single one before torch 2.12, a list from 2.12 on."""
+    """Return the parameter groups of a module; before torch 2.12, there is only one."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -1,4 +1,4 @@
-"""Find sites by measurement: groups of ranks with fast links inside and slow links between them.
+"""Find sites by measurement.  A site is a group of ranks with fast links; between sites, links are slow.
 
 The resulting grid is used like a mesh (nodes, ranks of a node).
 """
@@ -26,10 +26,10 @@ __all__ = ["PairTimes", "measured_sites", "sites_of", "time_pairs"]
 PairTimes = Mapping[tuple[int, int], float]
 """Seconds of a message between two ranks, averaged over both directions; keys are (lower, higher)."""
 
-# the smallest ratio that separates two kinds of links; +-30 % noise alone gives 1.3 / 0.7 = 1.9
+# the smallest ratio that separates two kinds of links; noise of +-30 % alone gives 1.3 / 0.7 = 1.9
 _GAP: Final = 3.0
-_SHORTEST: Final = 5e-4  # seconds; shorter times say more about busy cores than about links
-_FEWEST: Final = 4  # ranks: two sites of two
+_SHORTEST: Final = 5e-4  # seconds; shorter times depend more on busy cores than on links
+_FEWEST: Final = 4  # ranks, i.e. two sites of two ranks
 _SMALLEST, _FACTOR, _LARGEST = (
     1 << 10,
     4,
@@ -45,7 +45,7 @@ _INSTEAD: Final = "give a mesh (nodes, ranks of a node), or omit hierarchy="
 
 
 def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list[int]]:
-    """Group ranks by the largest gap between the times of pairs; times within a site are below it.
+    """Group ranks into sites by the largest gap between times; times within a site lie below the gap.
 
     Args:
         seconds: the time of every pair, by positions in ``ranks``.
@@ -56,8 +56,8 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
         The ranks of each site, ascending; the site of the first rank comes first.
 
     Raises:
-        ConfigurationError: links are alike, a rank is near two that are far from each other, or sites
-            have unequal sizes.
+        ConfigurationError: all links are alike, a rank is near two ranks that are far from each other,
+            or sites have unequal sizes.
 
     Example:
         >>> pairs = [(a, b) for b in range(4) for a in range(b)]
@@ -74,8 +74,8 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
             f"{format_bytes(nbytes)}, without a gap of {_GAP:g} x above {format_seconds(_SHORTEST)}; "
             + _INSTEAD
         )
-    # Nearness must be transitive for sites to be well defined: any two ranks near a common one must be
-    # near each other.
+    # Sites are well defined only if nearness is transitive: two ranks near a third one must be near each
+    # other.
     near = [{place} for place in range(len(ranks))]
     for (a, b), took in seconds.items():
         if took <= limit:
@@ -101,9 +101,9 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
 async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], int]:
     """Time a round-trip to every other rank; this call is collective.
 
-    Ranks take turns in pairs.  In the rounds of a collective, as timed by ``measure_links``, a message
-    may wait for a receiver that a slow link keeps busy, which says nothing about the message's own
-    link.  Message sizes grow while time permits.
+    Ranks take turns in pairs.  (``measure_links`` times the rounds of a collective instead.  There, a
+    message may wait for a receiver that is busy with a slow link, so its time depends on other links.)
+    Message sizes grow while time permits.
 
     Returns:
         Half of the fastest round-trip of every pair, and the bytes of its messages; equal on all ranks.
@@ -120,7 +120,7 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
         mine.append(comm.now - started)
         numbers = torch.tensor(mine, dtype=torch.float64)
         everyone = [row.tolist() for row in await comm.allgather(numbers, _PHASE)]
-        # the slowest rank's clock decides, so all ranks stop after the same size
+        # the longest time of any rank decides, so all ranks stop after the same size
         before, spent = spent, max(row[-1] for row in everyone)
         took = spent - before
         if nbytes >= _LARGEST or spent + took > _SECONDS:
@@ -130,11 +130,11 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
 
 
 def _peers(rank: int, ranks: int) -> Iterator[int]:
-    """Yield every other rank once, in an order that pairs up all ranks in each turn, or lets them idle.
+    """Yield every other rank once, in an order by which all ranks meet in pairs in each turn.
 
     This is a round-robin tournament: the last of an even number stays fixed, the others rotate.
     """
-    last = ranks - 1 + ranks % 2  # an odd number gets a dummy; the rank paired with it is idle
+    last = ranks - 1 + ranks % 2  # an odd number gets a dummy; a rank paired with it is idle
     for turn in range(last):
         peer = (turn - rank) % last
         if rank == last:
@@ -147,12 +147,12 @@ def _peers(rank: int, ranks: int) -> Iterator[int]:
 
 async def _trip(comm: Communicator, peer: int, nbytes: int) -> float:
     """Return the seconds of the fastest of several round-trips to a rank."""
-    # the payload has random bytes, because a compressing tunnel would look fast with zeros
+    # bytes are random, because a tunnel that compresses would look fast with zeros
     payload, trips = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), []
     for _ in range(_TRIPS + 1):
         start = comm.now
-        # The receive is posted first on both sides, so a message never waits for it.  The lower rank
-        # sends first, and both measure a whole round-trip
+        # Both sides post the receive first, so that a message never waits for it.  The lower rank sends
+        # first, and both measure a whole round-trip.
         receiving = comm.irecv(peer, nbytes, _PHASE, _CONTROL)
         if comm.rank < peer:
             await comm.isend(payload, peer, _PHASE, _CONTROL)
@@ -178,12 +178,12 @@ def measured_sites(options: Options, ranks: Sequence[int], groups: Groups) -> li
             f"hierarchy='links' needs {_FEWEST} ranks or more, two sites of two, and there are "
             f"{len(ranks)}; omit hierarchy="
         )
-    ranks = sorted(ranks)  # a group's ranks ascend, and ``sites_of`` uses positions in it
+    ranks = sorted(ranks)  # a group's ranks ascend, and times are keyed by positions in the group
     with options.connect(groups.make(ranks)) as comm:
         seconds, nbytes = run(time_pairs(comm))
         sites = sites_of(seconds, ranks, nbytes)
-        # All ranks compute the sites from the same numbers, but compare them anyway: ranks that
-        # disagreed would build different groups, and wait for each other until the timeout.
+        # All ranks compute the sites from the same numbers, but the results are compared anyway: ranks
+        # that disagreed would build different groups, and wait for each other until the timeout.
         run(agree(comm, {"the sites that hierarchy='links' found": sites}))
         if comm.rank == 0:
             logging.getLogger("sparsync").info("hierarchy='links' found the sites %s", sites)

@@ -1,7 +1,7 @@
-"""The steps of gradients: begin, accumulate, exchange, commit, and write the averages back.
+"""The steps in which gradients are exchanged: begin, accumulate, exchange, commit, write averages back.
 
-``GradientSteps`` is the same for all models.  A ``Source`` (``gradients/sync.py``) provides gradients
-and calls it. The ``Ranks`` that exchange the gradients are fixed by ``attach``, or join and leave
+``GradientSteps`` is the same for all models.  A ``Source`` (``gradients/sync.py``) calls it with the
+gradients of a model. The ``Ranks`` that exchange them are fixed by ``attach``, or join and leave
 (``elastic/gradients.py``).
 """
 
@@ -45,7 +45,7 @@ class Step(ABC):
     """One step under way, and the engine's jobs for it.
 
     Attributes:
-        failed: whether an exchange has failed, after which no thread waits any longer.
+        failed: whether an exchange has failed; the remaining exchanges are then skipped.
         spans: begin and end of every unit's exchange, by the clock of the reducer's communicator.
         waited: begin and end of the training thread's wait.
     """
@@ -62,16 +62,16 @@ class Step(ABC):
         """Write the averages of all units into the gradients."""
 
     def forget(self, finished: Future[None]) -> None:
-        """Drop the jobs, unless the engine still needs them because the wait was broken off."""
+        """Drop the jobs; keep them if the wait was broken off, because the engine still needs them."""
         if finished.done():
             self.jobs.clear()
 
 
 class Ranks(ABC):
-    """The ranks that exchange a step.
+    """The ranks that exchange the gradients of a step.
 
     Attributes:
-        membership: this rank's, which lets it leave.
+        membership: the presence of this rank, through which it may leave.
     """
 
     membership: Presence
@@ -85,7 +85,7 @@ class Ranks(ABC):
     def begin(self, *, again: bool) -> bool:
         """Meet before the first gradient is accumulated; return False if this rank has left.
 
-        With ``again``, the step is repeated because it failed after its exchange had begun.
+        With ``again``, the step is repeated, because it failed after its exchange had begun.
         """
 
     @abstractmethod
@@ -97,11 +97,11 @@ class Ranks(ABC):
 
     @abstractmethod
     def finished(self) -> None:
-        """Continue with the next step, after the averages were written or the step was refused."""
+        """Prepare for the next step, after the averages were written or the step was refused."""
 
     @abstractmethod
     def settled(self, applies: bool) -> bool:
-        """Return, on the training thread, whether this rank's optimizer should apply the averages."""
+        """Return whether this rank's optimizer should apply the averages; runs on the training thread."""
 
     @abstractmethod
     def end(self) -> None:
@@ -114,7 +114,10 @@ class Ranks(ABC):
 
 @final
 class AllRanks(Ranks):
-    """The ranks that have called ``attach`` together; ``whole`` commits their steps."""
+    """The ranks that have called ``attach`` together; ``whole`` commits their steps.
+
+    Inside a node, ``reducer`` exchanges only this rank's part, and ``whole`` is the ``NodeReducer``.
+    """
 
     def __init__(self, reducer: Reducer, whole: Reducer | NodeReducer, policy: str) -> None:
         self._reducer, self._whole, self._policy = reducer, whole, policy
@@ -167,15 +170,15 @@ class AllRanks(Ranks):
         """Do nothing."""
 
     def part(self) -> None:
-        """Do nothing: a step that one rank has applied is applied by all."""
+        """Do nothing: all ranks apply a step, or none does."""
 
 
 @final
 class GradientSteps:
     """Runs the steps in which one model's gradients are exchanged.
 
-    ``ignored`` are parameters and buffers that may differ between ranks. ``nodes`` exchanges whole units,
-    while the reducer has only this rank's part of them.
+    ``ignored`` names parameters and buffers that may differ between ranks. Inside a node, ``nodes`` takes
+    whole units, of which the reducer exchanges only this rank's part.
 
     Attributes:
         ranks: the ranks that exchange the steps.
@@ -211,7 +214,7 @@ class GradientSteps:
         self.last: Step | None = None
         self._launched = -1  # the last step whose exchange has begun
         self._finishing: Future[None] | None = None  # the end of the last step
-        self._left = False  # the gradients hold averages, and no backward pass has begun since
+        self._left = False  # whether gradients hold averages, and no backward pass has begun since
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -230,17 +233,17 @@ class GradientSteps:
 
     @property
     def joins(self) -> bool:
-        """Whether small gradients are joined; a clip needs the exact norms of single gradients."""
+        """Whether small gradients are joined; not with a clip, which needs the norms of single ones."""
         correction = self.reducer.correction
         return correction is None or correction.clip is None
 
-    # ---- of every step, in this order --------------------------------------------------------------
+    # ---- called in every step, in this order -------------------------------------------------------
 
     def begin(self) -> bool:
         """Rescale the residual to the gradients of this step; return False if there is no step."""
         reducer, ledger = self.reducer, self.reducer.comm.ledger
-        # an exception of the program, e.g. KeyboardInterrupt, may have broken off the wait for the last
-        # step, which the other ranks commit
+        # An exception in the program, e.g. KeyboardInterrupt, may have broken off the wait for the last
+        # step.  The other ranks commit that step, so this rank must finish it first.
         if self._finishing is not None:
             wait([self._finishing])
         if self.before is None:
@@ -256,7 +259,7 @@ class GradientSteps:
         return True
 
     def accumulate(self, run: Run, gradient: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Add the gradient of a run's parameters, 1-D, to its unit."""
+        """Add the gradient of a run of parameters, 1-D, to its unit."""
         if not self.ranks.counts:
             gradient.zero_()
         correction, weights = self.reducer.correction, None
@@ -272,7 +275,7 @@ class GradientSteps:
 
     async def _exchange(self, this: Step, unit: int) -> None:
         """Exchange a unit; this runs on the engine's thread, like ``finish``."""
-        if this.failed:  # the group is broken, so do not wait for the deadline of every unit
+        if this.failed:  # the group is broken, and further exchanges would wait until deadlines
             if self.nodes is not None:
                 await self.nodes.follow(unit)
             return
@@ -285,7 +288,7 @@ class GradientSteps:
         this.spans[unit] = begin, self.reducer.comm.now
 
     def finish(self, this: Step) -> None:
-        """Write the averages into the gradients when all jobs have ended, or undo the step."""
+        """When all jobs have ended, write the averages into the gradients, or undo the step."""
         try:
             averages = self.ranks.averages(this)
             if averages is not None:
@@ -321,7 +324,7 @@ class GradientSteps:
             this.forget(finished)
             if self.reducer.monitor is not None:
                 self.reducer.monitor.write()  # an error raised here leaves the gradients intact
-        # the reducer's notice, once, and only from the lowest rank
+        # every rank takes the notice, so that it is not repeated, but only the lowest rank prints it
         notice = self.reducer.take_notice()
         if notice and self.reducer.comm.rank == 0:
             say(notice)
@@ -330,8 +333,8 @@ class GradientSteps:
     def compare(self, *, alike: bool = False) -> None:
         """Compare replicas if due; this runs on the training thread, while the engine is idle.
 
-        Parts that are ``alike``, such as the ranks of a node, hold the same parameters and are compared
-        as well.
+        Parts of a replica are compared as well if they are ``alike``, i.e. hold the same parameters, as
+        the ranks of a node do.
         """
         sentinel, done, model = self._sentinel, self.reducer.step - 1, self._plain()
         if sentinel is None or model is None or not sentinel.due(done):
@@ -354,7 +357,7 @@ class GradientSteps:
     # ---- whenever ----------------------------------------------------------------------------------
 
     def discard(self, *, ends: bool = True) -> None:
-        """Undo what a broken backward pass has begun, and end the step unless another pass follows."""
+        """Undo the work of a backward pass that broke off; with ``ends``, also end the step."""
 
         def undo() -> None:
             self._whole.refuse()
@@ -379,7 +382,7 @@ class GradientSteps:
     ) -> None:
         """Refuse a backward pass that adds to averages, which momentum or decay would count twice.
 
-        The check hooks the gradients of the modules' outputs, which come first in a backward pass.
+        The check runs in hooks on the modules' outputs, whose gradients come first in a backward pass.
         """
         correction, me = self.reducer.correction, weakref.ref(self)
         if not correction or not (correction.momentum or correction.weight_decay):

@@ -38,10 +38,10 @@ class Source(ABC):
 
     @abstractmethod
     def watch(self, sync: Handle) -> None:
-        """Set hooks on the model until ``sync`` is closed; one hook keeps ``sync`` alive with the model.
+        """Set hooks on the model until ``sync`` is closed; one hook lets the model keep ``sync`` alive.
 
-        The source itself must not refer to ``sync``, because a cycle would delay freeing a dropped
-        model.
+        The source itself must not refer to ``sync``, because such a cycle would delay freeing a model
+        that the user has dropped.
         """
 
     @abstractmethod
@@ -50,11 +50,11 @@ class Source(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Undo what a broken backward pass has begun."""
+        """Undo the work of a backward pass that broke off."""
 
     @property
     def exchange(self) -> str:
-        """The kind of exchange, for ``stats``."""
+        """The kind of exchange, as shown by ``stats``."""
         return "gradients"
 
     def contribute(self) -> None:
@@ -65,7 +65,7 @@ class Source(ABC):
         )
 
     def step(self) -> None:
-        """Close a step that ``backward()`` cannot close."""
+        """End a step that ``backward()`` cannot end."""
         raise ConfigurationError(
             "backward() has closed the step already; step() is for pipelines: attach with "
             "Compression(schedule=...)"
@@ -76,7 +76,7 @@ class Source(ABC):
 class GradientSync(Handle):
     """The handle of a model whose gradients are exchanged on every step.
 
-    ``source`` collects the gradients, and ``steps`` does the rest, with its ``ranks``.
+    ``source`` collects the gradients, and ``steps`` does the rest.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class GradientSync(Handle):
 
     @property
     def steps(self) -> int:
-        """The number of finished local steps; a rank that joins others continues from their number."""
+        """The number of finished local steps; a rank that joins takes this number from its peers."""
         return self.reducer.step
 
     def contribute(
@@ -126,11 +126,11 @@ class GradientSync(Handle):
     def stats(self) -> dict[str, Any]:
         """Return plain numbers: local steps, exchanges, bytes per exchange and phase, residual norms.
 
-        Every exchange of gradients is also a local step. Mean bytes are per local step and exclude
-        those sent by ``finish``, which are listed separately. "inner" has the phases between shards of
-        one replica, whose bytes are not counted elsewhere. "spans_last_exchange" has ``[unit, begin,
-        end]``, and "waited_last_exchange" the begin and end of the training thread's wait, both in
-        seconds of this machine's ``time.perf_counter()``.
+        Every exchange of gradients is also a local step. Mean bytes are per local step and exclude the
+        bytes sent by ``finish``, which are listed separately. "inner" lists the phases between shards of
+        one replica, whose bytes are not counted elsewhere. "spans_last_exchange" is a list of ``[unit,
+        begin, end]``, and "waited_last_exchange" holds the begin and end of the training thread's wait.
+        Both are in seconds of this machine's ``time.perf_counter()``.
         """
         stats, last = self._numbers(self._steps.before), self._steps.last
         if self._inner is not None:
@@ -154,7 +154,7 @@ class GradientSync(Handle):
         return sealed("gradients", {"reducer": reducer_state(self.reducer), "pieces": pieces})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; change nothing.
+        """Check that a saved state fits, on this rank alone and without changing anything.
 
         Raises:
             ConfigurationError: the state is from another set-up, or has other pieces of the parameters.
@@ -170,8 +170,8 @@ class GradientSync(Handle):
         Raises:
             ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this
                 rank.
-            PeerError: the ranks' states are from different steps, or one does not fit on a rank that
-                holds another part of this replica.
+            PeerError: the ranks' states are from different steps, or the state of another part of this
+                replica does not fit.
 
         If it raises, nothing was changed on any rank.
         """
@@ -192,24 +192,24 @@ class GradientSync(Handle):
         self._steps.restart()
 
     def shared(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: with exchanged gradients, all weights are shared."""
+        """Return a context that does nothing: if gradients are exchanged, all ranks share all weights."""
         return nullcontext()
 
     @outside_inference
     def finish(self) -> None:
-        """Wait until all ranks have applied the last step, with ``elastic=``; otherwise do nothing.
+        """With ``elastic=``, wait until all ranks have applied the last step; otherwise do nothing.
 
-        Exchanged gradients keep replicas equal.
+        Replicas are equal already, because gradients are exchanged.
         """
         self._steps.ranks.part()
 
     def _before_close(self) -> None:
-        """Do nothing: exchanged gradients keep replicas equal."""
+        """Do nothing: replicas are equal, because gradients are exchanged."""
 
     def step(self) -> None:
-        """Close the step of a pipeline: call it after ``schedule.step()``, before the optimizer.
+        """End the step of a pipeline; call this after ``schedule.step()`` and before the optimizer.
 
-        This starts the remaining exchanges, waits for all, and puts averages into
+        This starts the remaining exchanges, waits for all exchanges, and writes the averages to
         ``parameter.grad``.
 
         Raises:

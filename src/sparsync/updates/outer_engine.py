@@ -251,7 +251,10 @@ class OuterEngine(Stateful):
         self._under_way.append(exchange)
 
     async def conclude_with(self) -> None:
-        """Exchange the only fragment a last time, compressed as usual, but without momentum."""
+        """Exchange the only fragment a last time, without momentum.
+
+        Whether this delivers everything depends on the plan of the reducer, which the caller sets.
+        """
         await self.land()
         self._begin(0, self.steps, last=True)
         await self.land()

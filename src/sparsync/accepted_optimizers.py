@@ -46,7 +46,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
         ConfigurationError: an object is not a ``torch.optim.Optimizer``, averages weights itself, or
             never called the constructor of ``Optimizer``.
     """
-    # a dict serves as an ordered set, because the last optimizer's step ends an iteration
+    # a dict serves as a set that keeps the order, in which the last optimizer ends an iteration
     found: dict[Optimizer, None] = {}
     for one, inner in chain_of(given):
         name = type(one).__name__

@@ -1,4 +1,4 @@
-"""Algorithms combine a selector and a collective to average gradients."""
+"""Algorithms: ways to average gradients, each a combination of a selector and a collective."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def default_bits(elements: int) -> int:
 
 def check_density(density: float) -> float:
     """Return the density as a float; refuse one outside (0, 1]."""
-    # a subnormal float is invalid too, because its inverse is infinite
+    # subnormal floats are invalid as well, because their inverse is infinite
     least = sys.float_info.min
     if (
         isinstance(density, bool)

@@ -55,12 +55,13 @@ def connect(
     Args:
         timeout: seconds that any wait may take before it fails with an error.
         transport: as for ``attach``: "auto" (zmq), "torch" (the group's own backend), "zmq" (opens its
-            own sockets: ``close`` it) or "mpi" (duplicates the communicator: ``close`` it).
+            own sockets) or "mpi" (duplicates the communicator).  With zmq and MPI, ``close`` the
+            communicator at the end.
         curve_keys: folder with one certificate per rank, to encrypt zmq.
-        interface: the IP address or name of the interface that zmq binds; by default the one that leads
-            to the other ranks.
-        port_range: first and last port that zmq may bind; a rank takes one per communicator.
-        advertise: the address under which the other ranks reach this one, if a static NAT forwards those
+        interface: the IP address or name of the interface that zmq binds; by default the interface that
+            leads to the other ranks.
+        port_range: first and last port that zmq may bind; a rank needs one port per communicator.
+        advertise: the address under which the other ranks reach this one, if a static NAT forwards these
             ports to this machine.
         connect_timeout: seconds that opening the connections between ranks may take.
 
@@ -270,7 +271,7 @@ class _Background:
         self._calls = 0
 
     def start(self, program: _Program[T], comm: Communicator) -> Future[T]:
-        """Start a program on the next channel; all ranks number their calls alike."""
+        """Start a program on the next channel; calls have the same numbers on all ranks."""
         self._open = [future for future in self._open if not future.done()]
         if len(self._open) >= _MOST_OUTSTANDING:
             raise ConfigurationError(
@@ -289,7 +290,7 @@ class _Background:
         self._engine.close()
 
 
-# a function, because a method's coroutine would keep the engine alive
+# this is not a method, because a method's coroutine would keep the engine alive
 async def _attempt(program: _Program[T], channel: Communicator) -> T | Failure:
     """Run a call; an error ends all calls in flight, unless ranks only disagree about this one."""
     try:

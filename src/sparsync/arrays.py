@@ -66,7 +66,7 @@ def _tensor(array: Any) -> Tensor:
             "the array is masked; give filled(0), or its data without the mask"
         )
     array = np.asarray(array)
-    # PyTorch supports neither read-only memory, nor negative strides, nor foreign byte order
+    # PyTorch does not support read-only memory, negative strides or foreign byte order
     usable = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
     try:
         copied = array if usable else array.astype(array.dtype.newbyteorder("="), order="C")

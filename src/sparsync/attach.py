@@ -33,8 +33,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Adaptive optimizers without ``betas``; ``check_optimizer`` recognises all others by their
-# ``betas``.
+# Adaptive optimizers that have no ``betas``; ``check_optimizer`` recognises all others by theirs.
 _ADAPTIVE = tuple(
     getattr(torch.optim, name)
     for name in ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -98,8 +97,8 @@ def attach(
             "Ok-Topk", ...), or an ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", cap=None)``.
             For updates, the name of a published method ("diloco", "sparseloco", ...), an ``OuterStep``,
             or an algorithm for ``OuterStep`` to exchange with.  For updates, None sends 2 bits per
-            element on every second step, after a warm-up of 200 steps, the first 100 of which all
-            exchange.  Below a million parameters, it sends up to 8 bits on every step
+            element: on each of the first 100 steps, then on every second step (``warmup_steps=200`` in
+            ``OuterStep``).  Below a million parameters, it sends up to 8 bits on every step
             (``default_bits``).  With DDP, "auto" measures the group and chooses dense gradients if they
             take fewer seconds per step, or hardly more.  It does not know how many steps either
             exchange needs to reach a given loss.
@@ -371,7 +370,7 @@ def _chosen(
     density: float | None,
     compression: Compression,
 ) -> tuple[str, str]:
-    """Return "gradients" or "updates", and the reason if ``attach`` had to decide.
+    """Return "gradients" or "updates", and the reason if ``attach`` had to choose.
 
     Raises:
         ConfigurationError: an argument belongs to the other kind of exchange.

@@ -91,7 +91,7 @@ _REFUSED: Final = "WeightsUnpickler error:"  # precedes the reason in torch's me
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its most telling part."""
+    """Return the first line of an error's message, or the part that gives the reason."""
     text = str(error)
     # torch's unpickling error fills a page and advises to trust the file; only one sentence gives the
     # reason

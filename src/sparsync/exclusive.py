@@ -41,7 +41,7 @@ class _Guarded(Protocol):
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers whose steps are followed by exchanges of updates."""
+        """The optimizers after whose steps updates are exchanged."""
 
 
 @final

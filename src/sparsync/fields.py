@@ -149,7 +149,7 @@ class Common:
 
 @dataclass(frozen=True)
 class Plain:
-    """Numbers, tensors, strings, None, and lists and dictionaries of these, without further constraints.
+    """A number, tensor, string, None, or a list or dictionary of these, without further constraints.
 
     With ``named``, the value must be a dictionary.
     """

@@ -107,9 +107,9 @@ class Handle(ABC):
 
     @property
     def communicators(self) -> list[Communicator]:
-        """The communicators to other replicas and to the other parts of this one.
+        """The communicators to other replicas and to the other parts of this one, when they are idle.
 
-        Waits until they are idle.
+        Exchanges in flight are finished first.
         """
         if self._engine.running:
             # the engine runs this callable after all exchanges in flight
@@ -294,7 +294,7 @@ class Hook:
 
 
 def weakly(method: Callable[..., None]) -> Hook:
-    """Return a hook that calls a handle's method without keeping the handle alive."""
+    """Return a hook that calls a handle's method, but does not keep the handle alive."""
     known = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:

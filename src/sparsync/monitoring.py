@@ -139,7 +139,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Sink:
-    """Receives the numbers of each step, in order; closed at the end."""
+    """Receives the numbers of each step, in order, and is closed at the end."""
 
     write: Callable[[int, dict[str, float]], object]
     close: Callable[[], object] = lambda: None
@@ -257,7 +257,7 @@ class XiProbe:
         seed: seed of the samples; must be equal on all ranks.
 
     Cost: an allreduce of ``2 n / every + 1`` words during the exchange, every ``period`` steps.  The
-    relative error of the estimate is about ``(every / k) ** 0.5``.   State: none outlives the step.
+    relative error of the estimate is about ``(every / k) ** 0.5``.   State: none beyond a step.
 
     References: Li & Hoefler, Ok-Topk, PPoPP 2022, section 4, Assumption 1 and Figure 5.
     """

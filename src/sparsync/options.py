@@ -238,7 +238,7 @@ class Options:
     decided: str = ""
 
     def tell(self, line: str) -> None:
-        """Print a line on the first of the ranks that train the model together."""
+        """Print a line, but only on the first of the ranks that train the model together."""
         if dist.get_rank(self.transport.world) == 0:
             say(line)
 
@@ -341,9 +341,10 @@ class Options:
             )
 
     def parts(self, ranks: Sequence[int], groups: Groups) -> TorchCommunicator:
-        """Connect the ranks that together hold this replica; ``ranks`` hold the same part as this rank.
+        """Connect the ranks that together hold this replica.
 
-        Ranks with equal positions in their own ``ranks`` hold one whole replica.
+        ``ranks`` lists the ranks that hold the same part of the model as this one.  The ranks that are at
+        the same position in their own lists hold one whole replica.
         """
         # a rank knows only the ranks that hold the same part; its position among them is the number of
         # its replica

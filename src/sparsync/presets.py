@@ -74,7 +74,7 @@ def resolve(algorithm: str | Algorithm, **options: Any) -> Algorithm:
 
 
 def _codec(owner: str, given: Any) -> Any:
-    """Return a codec from an object or the name of a row of ``CODECS``."""
+    """Return a codec, given as an object or by the name of a row of ``CODECS``."""
     if isinstance(given, str):
         if given not in CODECS:
             raise unknown("codec", given, sorted(CODECS))

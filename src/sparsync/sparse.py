@@ -176,7 +176,7 @@ class SparseVector:
         Unless ``absent`` is 0, all elements are stored, because to PyTorch an element that is not is 0.
         """
         vector = self._with_zeros_absent()
-        # declaring the tensor coalesced is safe, because indices ascend and are unique
+        # the tensor may be declared coalesced, because indices ascend and are unique
         indices, shape = vector.indices.view(1, -1), (vector.size,)
         return torch.sparse_coo_tensor(
             indices, vector.values, shape, check_invariants=False, is_coalesced=True
@@ -243,7 +243,7 @@ class DenseVector:
 
     Attributes:
         values: `[size]`.
-        absent: the value of the elements that the sparse forms of this vector leave out, as in
+        absent: the value of the elements that sparse forms of this vector do not store, as in
             ``SparseVector``.
     """
 
@@ -332,7 +332,7 @@ def run_length(like: Tensor) -> int:
 
 
 def runs(size: int, like: Tensor, most: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield start and end of the runs of a vector, each of ``most`` or ``run_length(like)`` elements."""
+    """Yield start and end of each run of a vector, of ``most`` or else ``run_length(like)`` elements."""
     step = most or run_length(like)
     for start in range(0, size, step):
         yield start, min(start + step, size)

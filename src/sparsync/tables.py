@@ -176,7 +176,7 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> ConfigurationErro
     Args:
         kind: "algorithm", "exchange", ..., for the message.
         given: the name.
-        known: the existing names; their aliases are considered for the suggestion as well.
+        known: the existing names; their aliases may be suggested as well.
 
     Example:
         >>> str(unknown("exchange", "SSAR_Split_allgater", ["dense", "split-allgather"]))[:65]

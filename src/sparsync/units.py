@@ -43,8 +43,8 @@ __all__ = [
 _STEPPED_INSIDE: Final = "_in_backward_optimizers"
 
 
-# A piece is a box within a parameter: ``parameter.reshape(shape)[offset[0] : offset[0] + size[0],
-# ...]``, flattened. Its keys are "shape", "offset" and "size".
+# A piece is a box within a parameter, given by the keys "shape", "offset" and "size":
+# ``parameter.reshape(shape)[offset[0] : offset[0] + size[0], ...]``, flattened.
 Piece = dict[str, list[int]]
 
 Kind = tuple[torch.dtype, torch.device]
@@ -61,7 +61,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Unit:
-    """A run of parameters, in registration order, whose gradients have one dtype and device."""
+    """A run of parameters, in registration order, whose gradients have the same dtype and device."""
 
     slots: tuple[Slot, ...]
     dtype: torch.dtype
@@ -171,7 +171,7 @@ def output_parameters(model: nn.Module, given: Collection[str] | None = None) ->
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: of a DTensor, the local part.  The result shares memory."""
+    """Return this rank's part of a tensor (a DTensor's local part); it shares the tensor's memory."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     to_local = getattr(tensor, "to_local", None)  # isinstance would import DTensor, in 0.4 s

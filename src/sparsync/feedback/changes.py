@@ -45,7 +45,7 @@ class Changes:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
         found = sorted(parameters.items(), key=lambda item: item[1].numel(), reverse=True)
-        # one dtype and device only, so that the samples can be concatenated without further copies
+        # all of one dtype and device, so that the samples can be concatenated without further copies
         alike = [
             n for n, p in found if (p.dtype, p.device) == (found[0][1].dtype, found[0][1].device)
         ]

@@ -147,7 +147,7 @@ class Corrector:
                 raise ConfigurationError(
                     "weight_decay needs the weights together with their gradient"
                 )
-            # scale the weights like the gradients, which a GradScaler has multiplied
+            # a GradScaler has multiplied the gradients, so the decay must be multiplied as well
             gradient.add_(weights.reshape(-1), alpha=decay * self.scale)
         if not momentum:
             return

@@ -111,7 +111,7 @@ class Reducer:
         self.reduced: dict[int, Reduced] = {}  # results of the open step, by unit
         self._later: dict[int, DenseVector] = {}  # accumulated gradients computed in runs, by unit
         self._selected: dict[int, Vector] = {}  # for masking, by unit, until the step is closed
-        # results already applied, by unit; None if they were applied before a state was saved
+        # results that were applied, by unit; None if that was before a state was saved and loaded
         self._committed: dict[int, Reduced | None] = {}
         self.lost: list[Vector] = []  # rounding errors of the last step that no rank keeps
         self.open()
@@ -144,7 +144,7 @@ class Reducer:
         return sorted(self._committed)
 
     def resume_committed(self, units: Iterable[int]) -> None:
-        """Continue in the middle of a saved step, in which these units are committed."""
+        """Continue a loaded step in which these units are committed already."""
         self._committed = dict.fromkeys(units)
 
     def resume(self, step: int, skipped: int) -> None:
@@ -212,7 +212,7 @@ class Reducer:
         return nullcontext() if self._changing else self.comm.exchange()
 
     def _select(self, unit: int) -> Vector:
-        """Select from a unit, and free the collected entries before anything is exchanged."""
+        """Select entries of a unit, and free the collected ones before anything is exchanged."""
         if unit in self._later:
             return self._later.pop(unit)
         residual, plan = self.residuals[unit], self.plan.units[unit]
@@ -293,7 +293,7 @@ class Reducer:
 
     def refuse(self) -> None:
         """Undo everything that is not committed: restore the state, and zero the gradients' memory."""
-        # committed units have no open pieces, so ``restore`` does not touch them
+        # in committed units no gradient is pending, so ``restore`` changes nothing there
         for residual in self.residuals:
             residual.restore()
         if self.corrector:

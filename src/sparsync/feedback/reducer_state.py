@@ -157,10 +157,10 @@ async def agree_state(
     *,
     parts: Communicator | None = None,
 ) -> None:
-    """Compare the saved states of all ranks, after each has validated its own; change nothing.
+    """Compare the saved states of all ranks, each of which has validated its own; change nothing.
 
     Args:
-        comm: the replicas.
+        comm: the ranks that hold the same part of the model.
         parsed: the result of ``parse_state`` on this rank.
         facts: further facts that must be equal, by name.
         parts: the ranks that hold the other shards or stages of this replica; they also call this.
@@ -288,7 +288,7 @@ def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
 
 
 def _saved_parts(reducer: Reducer, state: Mapping[str, Any]) -> list[Any]:
-    """Return the states of all selectors and collectives, or initial ones after a resharding."""
+    """Return the states of all selectors and collectives; after a resharding, initial states."""
     saved = [state["selectors"], state["collectives"]]
     if saved == [None, None]:
         pairs = [reducer.algorithm.for_unit(unit) for unit in reducer.units]
@@ -417,7 +417,7 @@ def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
 
 
 def _overflowing(reducer: Reducer, factor: float) -> str:
-    """Name a residual or velocity that would overflow; return "" if none does."""
+    """Return the name of a residual or velocity that would overflow, or ""."""
     # Inf in a residual would be selected in every later step, and all these steps would be refused
     if factor < 1:
         return ""
@@ -435,7 +435,7 @@ def _overflowing(reducer: Reducer, factor: float) -> str:
 
 
 def _moved(state: Any, factor: float, dtype: torch.dtype) -> Any:
-    """Return a state with its magnitudes multiplied, including those of its parts."""
+    """Return a state in which all magnitudes are multiplied by ``factor``, also in nested states."""
     if isinstance(state, tuple):
         return tuple(_moved(part, factor, dtype) for part in state)
     if not is_dataclass(state) or isinstance(state, type):

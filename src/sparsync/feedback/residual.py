@@ -50,7 +50,7 @@ class Residual:
         self, size: int, dtype: torch.dtype, device: torch.device, *, on_host: bool = False
     ) -> None:
         wide, self._device = torch.promote_types(dtype, torch.float32), device
-        # `[n]`, the residual, plus the gradients that the open step has accumulated so far
+        # `[n]`, the residual plus the gradients that the open step has accumulated so far
         if on_host:
             self.accumulated = host_memory(size, wide, device)
         else:
@@ -79,8 +79,9 @@ class Residual:
         """``accumulated = residual + gradient`` on ``[start, start + len(gradient))``.
 
         The memory of ``gradient``, 1-D and contiguous, belongs to the residual until ``retain`` or
-        ``restore``.  Entries that reach the magnitude ``key``, the same for all pieces of a step, are
-        collected in the same pass, unless all pieces together have more than ``limit``.
+        ``restore``.  Entries that reach the magnitude ``key`` are collected in the same pass, unless all
+        pieces of the step together have more than ``limit`` of them.  The key must be the same for all
+        pieces.
         """
         # Entries are collected in this pass, because it reads every element anyway; a selector would need
         # another pass over n elements.
@@ -158,11 +159,11 @@ class Residual:
         return None if found is None else whole.keep(found[0])
 
     def forget_collected(self) -> None:
-        """Free the memory of the collected entries, after the unit's selection."""
+        """Free the memory of the collected entries, once the unit's entries are selected."""
         self._found = None
 
     def retain(self, delivered: Vector) -> None:
-        """``residual = accumulated - delivered``: the commit of a step."""
+        """Commit a step: ``residual = accumulated - delivered``."""
         if self._later is not None:
             assert isinstance(delivered, DenseVector)
             whole = isinstance(delivered, _Accumulated)
@@ -200,7 +201,7 @@ class Residual:
         self._close()
 
     def restore(self) -> None:
-        """Undo the open step, bit for bit, and zero the memory lent by gradients."""
+        """Undo the open step, bit for bit, and zero the gradients' memory."""
         # Old values are copied back, because subtracting the gradient would round, and would give NaN if
         # the gradient contains NaN or Inf, which is the usual reason for refusing a step.
         for piece in self._pieces:

@@ -73,7 +73,7 @@ class Sharing:
         collected: SparseVector | None,
         selected: SparseVector,
     ) -> None:
-        """Count the entries that a unit would have liked to select.
+        """Count the entries that a unit would like to select.
 
         ``collected`` holds the unit's entries that reach the key of ``collect_from``, or None if there
         were too many.

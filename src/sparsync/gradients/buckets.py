@@ -104,9 +104,9 @@ class Bucket:
         return [self.places.parameters[number] for number in run.members]
 
     def flat(self) -> Iterator[tuple[Run, Tensor]]:
-        """Yield the runs with their gradients, each 1-D and in separate memory.
+        """Yield the runs with their gradients, each 1-D and in its own memory.
 
-        The residual stores its old values in this memory, to undo the step (``Residual.accumulate``).
+        The residual keeps its old values in this memory, to undo the step (``Residual.accumulate``).
         """
         places, end = self.places, 0
         # one copy of all small parameters, in the unit's order

@@ -75,7 +75,7 @@ class PartsConsensus:
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self.came = everyone.any(1)
-        # the marks cover only this part; ``_ask`` sends them to the other parts along with the outcome
+        # the marks tell only of this part; ``_ask`` sends them to the other parts with the outcome
         self._marks.zero_()
         self._marks[self._places] = everyone.any(0)
 

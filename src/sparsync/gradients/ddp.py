@@ -83,7 +83,7 @@ def attach_ddp(model: Any, options: Options) -> GradientSync:
 
 
 def check_ddp(model: Any) -> None:
-    """Refuse a model that is not DDP, already has a hook, or bypasses hooks."""
+    """Refuse a model that is not a DDP module, already has a hook, or would bypass the hook."""
     if not isinstance(model, DistributedDataParallel):
         first = "" if dist.is_initialized() else "torch.distributed.init_process_group(), and "
         raise ConfigurationError(
@@ -235,7 +235,7 @@ class BucketSource(Source):
             )
 
     def _check_gradient(self, parameter: Tensor) -> None:
-        """Refuse a gradient with a graph, or from a backward pass that is not exchanged."""
+        """Refuse a gradient that has a graph, or comes from a backward pass that is not exchanged."""
         # This hook runs for every parameter in every step, so the usual case must return quickly. Within
         # a backward pass, gradients are enabled only with create_graph=True.
         if not (self._exchanged or torch.is_grad_enabled()):

@@ -103,7 +103,7 @@ def nodes_of(options: Options, ranks: Sequence[int], groups: Groups) -> tuple[li
 
 @final
 class NodeReducer:
-    """Takes whole gradients, as a ``Reducer`` does, and gives each rank of the node a part of them.
+    """Takes whole gradients, like a ``Reducer``, but divides their exchange among the ranks of a node.
 
     All ranks of the model's process group must construct it together.
 
@@ -192,7 +192,7 @@ class NodeReducer:
         return part
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
-        """Close the step on all ranks of the node or on none; return whole averages."""
+        """Commit the step on all ranks of the node or on none; return whole averages."""
         # Parts are gathered by ``prepare``, after the consensus and before any residual is written.  So
         # if gathering fails, the step can still be undone.
         averages: list[Vector] = []

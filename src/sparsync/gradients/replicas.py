@@ -100,7 +100,7 @@ def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -
 
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
-    """Turn off decisions that would differ between parts; refuse options for which that is impossible."""
+    """Turn off decisions that would differ between parts; refuse options where that is impossible."""
     # With several kinds, some parameters are whole on several ranks of this replica, next to different
     # shards. All these ranks must select the same entries of such a parameter, so the selection must not
     # depend on the shards.
@@ -236,7 +236,7 @@ class ParameterSource(Source):
             parameter.grad = None  # optimizers then skip this parameter
             return
         unit, slot = self._place[parameter]
-        # the unit's gradients were already taken, so this one would stay on this rank
+        # the unit's gradients were already taken, so this gradient would stay on this rank
         if unit not in this.order:
             if self._scheduled:
                 advice = "call step() after every step of the schedule that attach was given"

@@ -42,7 +42,7 @@ class Run:
 
 
 def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
-    """Return the runs of parameters at these places, in the order of units; large ones are not joined.
+    """Return the runs of parameters at these places, in the order of units; only small ones are joined.
 
     Example:
         >>> places = [(0, Slot("b", 3, 2)), (0, Slot("a", 0, 3)), (0, Slot("d", 9, 1))]

@@ -152,7 +152,7 @@ async def check_replicas(
 async def _compare(
     sentinel: Sentinel, comm: Communicator, tensors: Mapping[str, Tensor], place: str, rank: int
 ) -> str:
-    """Return a text about the differences between these replicas; empty if they are equal."""
+    """Return a text about the differences between these replicas, or "" if they are equal."""
     torn = await divergences(comm, tensors)
     if not torn:
         return ""
@@ -178,7 +178,7 @@ async def _compare(
 
 
 def _named(torn: Sequence[Divergence], called: Sequence[int], place: str) -> str:
-    """Name the first tensors that differ, and the ranks, by their numbers in ``called``."""
+    """Return the names of the first tensors that differ, and the ranks, as numbered in ``called``."""
     more = len(torn) - _NAMED
     shown = "; ".join(
         str(replace(each, groups=tuple(tuple(called[r] for r in group) for group in each.groups)))

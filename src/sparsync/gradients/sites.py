@@ -130,7 +130,7 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
 
 
 def _peers(rank: int, ranks: int) -> Iterator[int]:
-    """Yield every other rank once, in an order by which all ranks meet in pairs in each turn.
+    """Yield every other rank once, so that in each turn all ranks meet in pairs.
 
     This is a round-robin tournament: the last of an even number stays fixed, the others rotate.
     """
@@ -146,7 +146,7 @@ def _peers(rank: int, ranks: int) -> Iterator[int]:
 
 
 async def _trip(comm: Communicator, peer: int, nbytes: int) -> float:
-    """Return the seconds of the fastest of several round-trips to a rank."""
+    """Return the seconds that the fastest of several round-trips to a rank takes."""
     # bytes are random, because a tunnel that compresses would look fast with zeros
     payload, trips = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), []
     for _ in range(_TRIPS + 1):

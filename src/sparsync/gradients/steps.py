@@ -79,7 +79,7 @@ class Ranks(ABC):
     @property
     @abstractmethod
     def counts(self) -> bool:
-        """Whether this rank's gradients are in the averages; otherwise they count as zeros."""
+        """Whether this rank's gradients count in the averages; otherwise zeros are used instead."""
 
     @abstractmethod
     def begin(self, *, again: bool) -> bool:
@@ -90,7 +90,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def averages(self, this: Step) -> list[Vector] | None:
-        """Wait for all jobs of a step, and commit; return None if others committed without this rank.
+        """Wait for all jobs of a step, then commit; return None if others committed without this rank.
 
         This runs on the engine's thread, like ``finished``.
         """
@@ -129,10 +129,10 @@ class AllRanks(Ranks):
         return True
 
     def begin(self, *, again: bool) -> bool:
-        """Begin a step again only if all ranks do so.
+        """Begin a step; begin it again only if all ranks do so.
 
-        Otherwise, messages from a rank still in the first attempt would be mistaken for messages of the
-        second.
+        Otherwise messages from a rank that is still in its first attempt would be mistaken for messages
+        of the second.
         """
         reducer = self._reducer
         reducer.comm.check_whole()
@@ -150,7 +150,7 @@ class AllRanks(Ranks):
         return True
 
     def averages(self, this: Step) -> list[Vector]:
-        """Wait for all jobs of a step, and commit."""
+        """Wait for all jobs of a step, then commit."""
         try:
             for job in this.jobs:
                 job.result()
@@ -240,7 +240,7 @@ class GradientSteps:
     # ---- called in every step, in this order -------------------------------------------------------
 
     def begin(self) -> bool:
-        """Rescale the residual to the gradients of this step; return False if there is no step."""
+        """Begin a step, and adapt the residual to its scale; return False if this rank has left."""
         reducer, ledger = self.reducer, self.reducer.comm.ledger
         # An exception in the program, e.g. KeyboardInterrupt, may have broken off the wait for the last
         # step.  The other ranks commit that step, so this rank must finish it first.

@@ -99,7 +99,7 @@ class GradientSync(Handle):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate; the next backward pass exchanges the sum.
 
-        FSDP2 modules still sum over shards; ``set_requires_gradient_sync(False)`` saves that as well.
+        FSDP2 modules still sum over shards, unless you also call ``set_requires_gradient_sync(False)``.
         """
         return self._source.no_sync()
 
@@ -144,7 +144,7 @@ class GradientSync(Handle):
 
     @outside_inference
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: residuals of its "pieces" of the parameters, thresholds and more.
+        """Return this rank's state: the residuals of its pieces of the parameters, thresholds and more.
 
         After a failed ``backward()``, this is the state before that step.
         """

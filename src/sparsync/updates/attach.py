@@ -155,7 +155,7 @@ def attach_updates(
         groups.close()
         raise
     try:
-        # such a replica would have to agree on one count before its update could be weighed
+        # a replica of several ranks would have to agree on one count before its update could be weighed
         several = consensus is not None and consensus.parts.world_size > 1
         # Buffers are made equal here, because statistics differ after a forward pass, only changes are
         # exchanged later, and DDP stops broadcasting buffers.  This must happen before the engine reads

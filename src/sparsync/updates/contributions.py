@@ -86,8 +86,8 @@ class Contributions:
         """Add the tokens or samples of this rank's next step, given in exactly one argument.
 
         Raises:
-            ConfigurationError: the arguments are not exactly one finite number >= 0, the kind has
-                changed, or the first call comes after an exchange.
+            ConfigurationError: there is not exactly one number, or it is not finite and >= 0; the kind
+                has changed; or the first call comes after an exchange.
         """
         given = [(kind, n) for kind, n in enumerate((seen, tokens, samples), 1) if n is not None]
         require(
@@ -134,7 +134,7 @@ class Contributions:
         """
         if self.weighs is False:
             return [Weight(1.0, reducer.comm.world_size)] * len(seen)
-        # float64 represents token counts exactly, so all ranks compute equal weights
+        # float64, which represents token counts exactly, so that all ranks compute equal weights
         mine = torch.tensor([*seen, float(self._kind)], dtype=torch.float64)
         try:
             gathered = await reducer.channel("contributions").allgather(mine, "contributions")

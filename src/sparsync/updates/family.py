@@ -84,7 +84,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "momentum": 0.9,
             "nesterov": True,
         },
-        # meant for torch.optim.Muon as the inner optimizer; 2 bits with error feedback
+        # for torch.optim.Muon as the inner optimizer; 2 bits with error feedback
         "muloco": {
             "algorithm": "quantised",
             "density": 1.0,

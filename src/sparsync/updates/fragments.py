@@ -1,4 +1,4 @@
-"""Split a model's vector into fragments, and hold their exchanges while in flight."""
+"""Split a model's vector into fragments; hold the exchange of a fragment while it is in flight."""
 
 from __future__ import annotations
 

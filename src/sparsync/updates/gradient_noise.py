@@ -48,8 +48,8 @@ _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
 _FORGETS: Final = 0.98  # factor on older pairs, per pair
 _STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local step
 # Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction of all
-# differences, and this many of its own standard errors.  If gradients are heavy-tailed, or parameters
-# few, a few pairs of measurements decide its sum.
+# differences, and this many of its own standard errors.  The second test is needed because a few pairs of
+# measurements dominate its sum if gradients are heavy-tailed, or if there are few parameters.
 _SURE, _ERRORS = 0.1, 4.0
 # The least difference that counts, relative to a parameter's squares.  Sums are float32, and the roundoff
 # of about 50 remembered pairs adds up, so that ranks with the same data seem to differ.
@@ -217,8 +217,8 @@ class GradientNoise:
             # steps, so the noise of a single batch would seem to last.
             common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
-            # differences are relative to each parameter's squares, so all parameters weigh the
-            # same, as in Adam's steps
+            # differences are taken relative to each parameter's squares, which gives all parameters
+            # the same weight, as in Adam's steps
             found = (found / of_ranks.clamp(min=1e-300))[:, known].sum(1)
             self._lasting[:3].mul_(_FORGETS).add_(found)
             self._lasting[3:].mul_(_FORGETS**2).add_(found[1].square())  # as the variance of a sum
@@ -358,7 +358,7 @@ def noise_of(
     trained: Mapping[str, Tensor],
     model: nn.Module | None = None,
 ) -> GradientNoise | None:
-    """Return a noise measurement, or None if neither ``correct`` nor ``lengthen`` fits the optimizer.
+    """Return a ``GradientNoise``, or None if neither ``correct`` nor ``lengthen`` fits any optimizer.
 
     The matrices of ``model`` whose rows belong to tokens are measured by rows.
     """
@@ -379,7 +379,7 @@ def noise_of(
         beta = first.defaults["betas"][1]
         memory |= {parameter: beta for parameter in trained.values() if parameter not in held}
     memory.update(dict.fromkeys(steps, _STEPS_KEPT))
-    # use the model's order, because ranks may give optimizers their parameters in different orders
+    # in the model's order, because ranks may give optimizers their parameters in different orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
     by_rows = () if model is None else _of_tokens(model) - steps
     return GradientNoise(found, [one for one in found if one in steps], by_rows) if found else None
@@ -521,7 +521,7 @@ def _steps(stepped: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> 
 
 def _pass_over(jobs: Iterable[_Job]) -> None:
     """Lengthen the step of every job; small tensors are joined first."""
-    # only jobs with the same constants, dtypes and devices can share a pass
+    # tensors are joined only if their constants, dtypes and devices are the same
     waiting: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
     def join(numbers: native.Moments, several: list[tuple[Tensor, Tensor, Tensor]]) -> None:

@@ -51,7 +51,7 @@ def offloaded(
     """Choose the vectors to keep in host memory; see ``Compression(offload=)``.
 
     Raises:
-        ConfigurationError: host memory was asked for, but the algorithm reads the whole residual to
+        ConfigurationError: the user asked for host memory, but the algorithm reads the whole residual to
             select entries.
     """
     device = weights.device

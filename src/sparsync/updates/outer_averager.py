@@ -66,7 +66,7 @@ class OuterAverager(Averager):
     References: as ``OuterStep``.
     """
 
-    # the tables of schemes list settings and their defaults by this signature
+    # the tables of schemes read settings and their defaults from this signature
     __signature__ = inspect.Signature(
         [
             inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
@@ -104,7 +104,7 @@ class OuterAverager(Averager):
         """The engine; if there is a model, the first access creates it, which is collective.
 
         Raises:
-            ConfigurationError: there is no model, and ``begin`` was not awaited.
+            ConfigurationError: there is no model, and ``begin`` has not been awaited yet.
         """
         if self._engine is None and self._binding is not None:
             self._bound()
@@ -114,7 +114,7 @@ class OuterAverager(Averager):
 
     @property
     def state(self) -> OuterState:  # the engine's, once it runs
-        """The number of consecutive refused exchanges, as ``OuterState``."""
+        """The number of exchanges in a row that were refused, as an ``OuterState``."""
         return OuterState() if self._engine is None else self._engine.state
 
     @property
@@ -223,7 +223,7 @@ class OuterAverager(Averager):
         return super()._bound()
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers on the averager, its exchanges, and the residual norms."""
+        """Return plain numbers about the averager, its exchanges, and the residual norms."""
         here = {"period": self.engine.period, "drift": self.engine.drift}
         # without a model, e.g. in a simulation, the averager does not count steps itself
         own = {} if self._binding is None else super().stats()
@@ -251,7 +251,7 @@ class OuterAverager(Averager):
         return sealed("averager", {**self._place(), **start, **begins, **period})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check on this rank alone that a saved state fits; change nothing."""
+        """Check that a saved state fits, on this rank alone and without changing anything."""
         return parse_state(self.reducer, self.check(state)["reducer"])
 
     def check(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -259,7 +259,7 @@ class OuterAverager(Averager):
         known, memory = self.settings, opened(state, "averager").get("memory")
         shared = memory.get("shared") if isinstance(memory, Mapping) else None
         if self._binding is None and self._engine is None and isinstance(shared, Tensor):
-            # defaults depend on the size, which an averager without a model learns in ``begin``
+            # defaults depend on the size, which is unknown without a model until ``begin``
             self.settings = known.for_size(shared.numel())
         try:
             return super().check(state)

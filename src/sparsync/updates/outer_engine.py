@@ -724,7 +724,7 @@ class OuterEngine(Stateful):
         return made
 
     def lr(self) -> float:
-        """Return the learning rate of a step by signs; 1 for other steps."""
+        """Return the learning rate for a step by signs; for other steps, return 1."""
         return common_rate(self.optimizers) if self.settings.sign and self.optimizers else 1.0
 
     def _stepped(self, average: Tensor, place: slice, momentum: float, lr: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The settings of an outer step, for ``attach``; ``family`` has the settings of published methods."""
+"""The settings of an outer step.  ``family`` has the settings of the default and published methods."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class OuterStep:
         algorithm = self.algorithm
         if algorithm is None:
             algorithm = _in_bits(default_bits(LARGE))  # until ``for_size``
-        # undivided sums, as in SparCML, would act as an outer_lr of world_size
+        # average=True, because undivided sums, as in SparCML, would act as an outer_lr of world_size
         chosen = replace(resolve(algorithm), average=True, make_dense=Changing)
         # entries of different fragments are selected at different times, so units cannot share one k
         return chosen if self.fragments == 1 else replace(chosen, shared=False)
@@ -255,7 +255,7 @@ class OuterStep:
         return layout
 
     def described(self) -> dict[str, Any]:
-        """Return the settings that distinguish this method from others of the family, as plain values."""
+        """Return the settings in which published methods differ, as plain values."""
         names = ("fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
         more = ("nesterov", "residual_decay", "noise_correction", "dct", "sign")
         return {

@@ -29,7 +29,7 @@ __all__ = [
 Moments = Mapping[Tensor, Mapping[str, Any]]
 """The ``state`` of an optimizer."""
 
-# Fields of torch's optimizers that hold step counts, squares or magnitudes. A negative value shows
+# State fields of torch's optimizers with step counts, squares or magnitudes. A negative value there is
 # damage, and its root would be NaN.
 _NEVER_NEGATIVE: Final = (
     *("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
@@ -61,7 +61,10 @@ _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_mo
 def own_state(
     module: nn.Module, names: Collection[str], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return copies of this rank's parts of these parameters, of its buffers and optimizer states."""
+    """Return copies of the parameters with these names, the buffers, and the optimizer states.
+
+    Of a sharded tensor, this rank's part is copied.
+    """
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
     moments = {
         # A parameter that has had no gradient yet is saved as {}.  As every name is saved, a missing one
@@ -164,14 +167,14 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
     """
     kinds: dict[str, Kind] = dict.fromkeys(_SCHEDULERS, _number_kind(0.0))
     kinds |= {name: _setting_kind(name, its) for name, its in group.items() if name != "params"}
-    # numbers change the training, so they are required; switches only change how it is computed
+    # numbers are required, because they change the training; switches only change how it is computed
     numbers = {
         name
         for name, default in getattr(optimizer, "defaults", {}).items()
         if default is not None and not isinstance(default, bool)
     }
     required = {name: kinds.pop(name) for name in [*kinds] if name in numbers}
-    # optimizers of other libraries may keep other values, e.g. step counts, in their groups
+    # groups of other libraries' optimizers may contain other values, e.g. step counts
     own = type(optimizer).__module__.startswith("torch.optim")
     return Fields(required, kinds, None if own else Plain(finite=False))
 
@@ -180,7 +183,7 @@ def _number_kind(least: float, value: Any = 0.0) -> Kind:
     """Describe a number or a one-element tensor, because each run may store a rate as either."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
-    # Inf counts as damage unless it is the live setting, e.g. of a clip that is off
+    # Inf counts as damage, unless it is also the live setting, e.g. to switch a clip off
     unbounded = [Exactly(value)] if isinstance(value, float) and math.isinf(value) else []
     return Either((*tensors, *unbounded, Number(least)))
 
@@ -200,7 +203,7 @@ def _setting_kind(name: str, value: Any) -> Kind:
 @torch.no_grad()
 def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, Any]) -> None:
     """Load the weights that ``own_state`` returned; a resharded state has none."""
-    # copy in place, because optimizers and hooks hold these tensors
+    # tensors are copied in place, because optimizers and hooks hold references to them
     for name, tensor in _tensors(module, names).items() if state["parameters"] is not None else ():
         local_of(tensor).copy_(state["parameters"][name])
 

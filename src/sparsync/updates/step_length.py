@@ -35,7 +35,7 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
         "NAdam": False,
         "RAdam": False,
         "RMSprop": False,
-        # classes of the package pytorch-optimizer; other classes of the same name count as well
+        # classes of the package pytorch-optimizer; other packages' classes of these names also match
         "AdEMAMix": True,
         "ADOPT": False,
         "Lamb": False,
@@ -96,7 +96,7 @@ def lengthen(
         weights, step = local_of(parameter), steps[parameter]
         rests = torch.eq(weights, step).all() if parameter.grad is None else None
         torch.sub(weights, step, out=step)
-        # transformers' Adafactor may choose its own rate (lr=None); the decay is then unknown
+        # transformers' Adafactor may choose its own rate (lr=None); the decay is then taken for 0
         rates = [float(group.get(key) or 0.0) for key in ("lr", "weight_decay")]
         # w' = (1 - decay) w + step, but only w' and w' - w are known:
         # step = (1 - decay) (w' - w) + decay w'

@@ -372,8 +372,8 @@ class UpdateSync(Handle):
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self._differs = True
         self._resting.discard(optimizer)
-        # a skipped step has no gradients worth measuring, but it counts, because other ranks may
-        # have made it
+        # the gradients of a skipped step are not worth measuring, but the step counts, because other
+        # ranks may have made it
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
@@ -489,7 +489,7 @@ class UpdateSync(Handle):
         seen no data may skip the call.  If no rank ever calls it, all weigh the same.
 
         Raises:
-            ConfigurationError: the call has not exactly one valid number, the first call comes
+            ConfigurationError: the call does not pass exactly one valid number, the first call comes
                 after an exchange, or this replica is split over ranks.
 
         Cost: one round of 16 bytes before every exchange.
@@ -506,7 +506,7 @@ class UpdateSync(Handle):
         self.outer.contributions.add(seen, tokens, samples)
 
     def _count_for_node(self) -> None:
-        """Note the local step in the ledger of the node, whose ranks average gradients in every step."""
+        """Begin a step in the ledger of the node, whose ranks average gradients in every local step."""
         if (node := self._weights.node) is not None:
             node.comm.ledger.begin_step(self.outer.steps)
 
@@ -852,7 +852,7 @@ class _Carried(Operation):
         self._future, self._carrier, self.goes_on = future, carrier, False
 
     def wait(self) -> None:
-        """Block until the exchange has ended; book its duration and the duration of this wait."""
+        """Block until the exchange has ended; record how long it and this wait have taken."""
         begin, future = time.perf_counter(), self._future
         try:
             busy = future.result()

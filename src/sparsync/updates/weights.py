@@ -120,7 +120,7 @@ class ModelWeights(Weights):
             return local_of(parameter)
         if name == _SAMPLES and self.noise is not None:
             return self.noise.values
-        # look the buffer up every time, because a module may replace it with another tensor
+        # the buffer is looked up every time, because a module may replace it with another tensor
         try:
             return local_of(self._module.get_buffer(name))
         except AttributeError:
@@ -179,7 +179,7 @@ class ModelWeights(Weights):
                 # a buffer that has grown since attach is not exchanged as a whole
                 and (name not in self.buffers or buffer.numel() != self._sizes[name])
             }
-        # shapes may differ between ranks, and are compared as parts of the names
+        # shapes are part of the names, so that ranks compare them as well
         return {f"{name} {tuple(tensor.shape)}": tensor for name, tensor in found.items()}
 
     def average_over(self, ranks: float) -> None:
@@ -320,7 +320,7 @@ class OwnWeights:
         self.weights, self.outer = weights, outer
         self.changes = Changes(weights.trained)
         self._aside: Tensor | None = None
-        # the lock is reentrant, because a signal handler may call ``shared`` during a swap
+        # the lock is reentrant, because a signal handler may call ``shared`` while weights are swapped
         self._lock = threading.RLock()
 
     def check(self, what: str) -> None:

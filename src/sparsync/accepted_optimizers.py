@@ -110,9 +110,9 @@ def check_stepped(given: Any) -> None:
     """Refuse an optimizer whose local steps cannot be averaged.
 
     Raises:
-        ConfigurationError: the optimizer leaves some parameters to other ranks (ZeRO), computes weights
-            from state that is not averaged, either those for evaluation (schedule-free) or those that
-            train (FTRL), or compares gradients at several points (LBFGS).
+        ConfigurationError: the optimizer leaves some parameters to other ranks (ZeRO); computes weights,
+            for training (FTRL) or for evaluation (schedule-free), from state that is not averaged; or
+            compares gradients at several points (LBFGS).
     """
     for one, inner in chain_of(given):
         name = type(one).__name__

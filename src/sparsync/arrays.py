@@ -18,10 +18,15 @@ __all__ = ["as_vector"]
 def as_vector(vector: Any) -> Vector:
     """Return a dense or a sparse vector with the same elements, sharing memory if possible.
 
-    The argument may be a 1-D tensor or NumPy array; ``(indices, values, size)`` of NumPy arrays or
-    tensors, with distinct indices of any integer type in any order; a sparse PyTorch tensor, or a
-    ``scipy.sparse`` array or matrix, with one row, one column or one dimension (duplicates are summed);
-    a ``SparseVector``; or a ``DenseVector``.
+    Args:
+        vector: one of these:
+
+            - a 1-D tensor or NumPy array;
+            - ``(indices, values, size)`` with NumPy arrays or tensors, whose indices are distinct, of
+              any integer type, and in any order;
+            - a sparse PyTorch tensor, or a ``scipy.sparse`` array or matrix, with one row, one column or
+              one dimension (duplicates are summed);
+            - a ``SparseVector`` or a ``DenseVector``.
 
     Example:
         >>> import numpy as np

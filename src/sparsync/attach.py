@@ -208,8 +208,8 @@ def attach(
         elsewhere = next((name for name, there in others.items() if there is not None), "")
         return leave_dense(model, optimizers, plain, elsewhere=elsewhere)
     decided = ""
-    # "auto" compares updates with dense gradients only if no argument has decided between them, and only
-    # if each rank holds a whole replica in DDP: elastic, replicate and hierarchy are then all None
+    # "auto" compares updates with dense gradients only if no argument has decided between them.  Each
+    # rank must also hold a whole replica in DDP; elastic, replicate and hierarchy are then all None.
     if why and algorithm == "auto" and elastic is replicate is carried.hierarchy is None:
         algorithm = None
         if isinstance(model, DistributedDataParallel):

@@ -341,8 +341,8 @@ load it into an averager, and here a state of a handle that exchanges updates
     other = next((its for name, its in STATE_KINDS.items() if same(given, name)), None)
     cure = f"load a state of {STATE_KINDS[kind]}"
     elsewhere = f"load it into {other}, and here a state of {STATE_KINDS[kind]}"
-    # Kind and version are checked first: a state of another kind, or of a later version, may have other
-    # fields, and the error must name the kind or the version, not the first of these fields.
+    # Kind and version are checked first, because a state of another kind or version may have other
+    # fields.  The error must then name the kind or the version, not the first of these fields.
     envelope: dict[str, Kind] = {"kind": Exactly(kind)}
     check_saved(state, Fields(envelope, more=object), "state", elsewhere if other else cure)
     envelope["version"] = Number(STATE_VERSION, STATE_VERSION, whole=True)

@@ -171,11 +171,11 @@ class Monitoring:
     """Settings for logs, for NaN and Inf, and for the check that replicas stay equal.
 
     Attributes:
-        nonfinite: what all ranks do when the sum of gradients contains NaN or Inf: "raise" from
-            ``backward()``, "skip" (gradients become None, so the optimizer does nothing), or "propagate"
-            (every gradient of every rank becomes NaN, so a GradScaler skips the step everywhere).
-            Residuals keep their values.  None means "propagate" with ``scaler``, and otherwise "raise".
-            Must be None when updates are exchanged (``OuterStep`` says what happens then).
+        nonfinite: what all ranks do when the sum of gradients contains NaN or Inf.  "raise" raises from
+            ``backward()``.  With "skip", gradients become None, so the optimizer does nothing.  With
+            "propagate", every gradient of every rank becomes NaN, so a GradScaler skips the step on all
+            ranks.  Residuals keep their values.  None means "propagate" with ``scaler``, and otherwise
+            "raise".  Must be None when updates are exchanged (``OuterStep`` says what happens then).
         scaler: the ``GradScaler`` that scales the gradients.  The residual is rescaled whenever the
             scale changes, and overflows are propagated to the scaler.
         sentinel: compares replicas every ``Sentinel.period`` steps.  None compares them only at

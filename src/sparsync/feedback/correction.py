@@ -210,9 +210,9 @@ class Corrector:
 
 def _sent(selected: Vector, delivered: SparseVector) -> Tensor:
     """Return the indices of delivered entries that this rank has selected itself."""
-    # ``delivered`` also holds entries that the rank takes back into its residual (``collective.less``):
-    # rounding errors of sums that it owns, and sums that it has dropped, in which entries of other ranks
-    # may outweigh its own.  Entries of the opposite sign are such entries.  From a whole vector, nothing
+    # ``delivered`` also holds entries that the rank takes back into its residual (``collective.less``).
+    # These are rounding errors of sums that it owns, and sums that it has dropped.  In such a sum, other
+    # ranks' entries may outweigh its own, which the opposite sign reveals.  From a whole vector, nothing
     # is taken back; it must not be read, because its memory may hold the new residual by now.
     if not isinstance(selected, SparseVector) or not delivered.nnz:
         return delivered.indices

@@ -356,10 +356,9 @@ def _check_scale(scale: object) -> float:
 def rescale_(reducer: Reducer, scale: float) -> None:
     """Adapt a reducer, between two steps, to gradients that are multiplied by ``scale``.
 
-    If a residual or velocity would exceed the range of float32, none of them changes, and this rank's
-    next step overflows instead: all ranks refuse that step, and their GradScalers return to a lower
-    scale.  At a scale <= 1, where that would not help, ConfigurationError is raised, and nothing is
-    changed.
+    If a residual or velocity would exceed the range of float32, none of them changes.  Instead, this
+    rank's next step overflows: all ranks refuse that step, and their GradScalers return to a lower scale.
+    At a scale <= 1, where that would not help, ConfigurationError is raised, and nothing is changed.
 
     Cost: a pass over the residual, and another if it grows.
 

@@ -202,8 +202,8 @@ class Residual:
 
     def restore(self) -> None:
         """Undo the open step, bit for bit, and zero the gradients' memory."""
-        # Old values are copied back, because subtracting the gradient would round, and would give NaN if
-        # the gradient contains NaN or Inf, which is the usual reason for refusing a step.
+        # Old values are copied back, because subtracting the gradient would round.  It would even give
+        # NaN if the gradient contains NaN or Inf, which is the usual reason for refusing a step.
         for piece in self._pieces:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before

@@ -5,8 +5,8 @@ share that, in hindsight, it should have had in the previous step.  To find the 
 a small histogram per unit, of the entries that they would have liked to select.  The shares always sum
 to k.
 
-In the first steps of a small model, where thresholds change fastest, entries selected by shares have
-97 % of the energy of the global top-k on average; with equal densities, they have less than 90 %
+In the first steps of a small model, thresholds change fastest.  There, entries selected by shares have
+97 % of the energy of the global top-k on average.  With equal densities, they have less than 90 %
 (``tests/claims/test_overlap.py``).
 """
 

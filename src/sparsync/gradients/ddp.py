@@ -286,9 +286,9 @@ class BucketSource(Source):
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Accumulate a bucket; submit the exchanges of the units that it completes."""
-        # All ranks must submit exchanges in the same order, or they would deadlock.  DDP makes sure of
-        # this: all ranks have the same buckets (rank 0's), and the hook is called in the order of bucket
-        # numbers, whatever the order in which gradients arrive.
+        # All ranks must submit exchanges in the same order, or they would deadlock.  DDP makes sure that
+        # they do: all ranks have the same buckets (rank 0's), and gradients may arrive in any order, but
+        # the hook is called in the order of bucket numbers.
         if bucket.index() == 0:
             self._open = BucketStep(self._steps.units)
             self._exchanged = False  # here as well: the hook may come before any gradient

@@ -246,8 +246,8 @@ class Node:
     def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
         inner, self.peers = nodes_of(options, ranks, groups)
         timeout = options.transport.timeout
-        # The same ranks form two groups, one per thread: a group's collectives must start in the same
-        # order on all ranks, which two threads with the same group could not guarantee.
+        # The same ranks form two groups, one per thread.  A group's collectives must start in the same
+        # order on all ranks, and two threads could not guarantee this for a single group.
         self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
         self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
         options.agree_with(self.consensus.parts)

@@ -379,7 +379,7 @@ class ReplicaStep(Step):
     """One step, which takes gradients out of ``parameter.grad``, so that nothing else changes them.
 
     Units start in the same order on all ranks, even if gradients arrive in another order on one of
-    them: otherwise ranks would wait for units that their peers have not started.  The last unit comes
+    them.  Otherwise ranks would wait for units that their peers have not started.  The last unit comes
     first, because gradients mostly arrive in this order.
 
     Attributes:

@@ -43,9 +43,9 @@ class Sentinel:
         optimizer: the optimizer, whose state is then compared and healed as well.  Otherwise a healed
             parameter may have another momentum than its copies, and would soon differ again.
 
-    Cost, every ``period`` steps: two passes over the compared memory and a message of 16 bytes per rank,
-    and one more message if a replica is split over ranks (``docs/checkpoints.md`` has seconds); one wait
-    for a GPU.
+    Cost, every ``period`` steps: two passes over the compared memory, one wait for a GPU, and a message
+    of 16 bytes per rank.  If a replica is split over ranks, there is one more message
+    (``docs/checkpoints.md`` has seconds).
     """
 
     period: int = 100

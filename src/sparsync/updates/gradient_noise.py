@@ -86,10 +86,10 @@ class GradientNoise:
     ``s^2 + d^2`` for single ranks.  Here d is the lasting difference between a rank's gradients and the
     average, caused by its data.
 
-    *Rows.*  In an embedding, and in an output layer over its tokens, the share differs from row to row: a
-    rare token's row has gradients on one rank at a time (share 1 / P), and a common token's row on all of
-    them.  These matrices are therefore also measured ``by_rows``, with one random sum per row.
-    Otherwise the rows of common tokens would decide the length of all steps.
+    *Rows.*  In an embedding, and in an output layer over its tokens, the share differs from row to row.
+    The row of a rare token has gradients on one rank at a time (share 1 / P), and the row of a common
+    token has gradients on all ranks.  These matrices are therefore also measured ``by_rows``, with one
+    random sum per row.  Otherwise the rows of common tokens would decide the length of all steps.
 
     *Steps.*  Some optimizers make steps whose length does not depend on the size of the gradient
     (``step_length.lengthen``).  For these, steps are measured in the same way instead of gradients.
@@ -101,9 +101,9 @@ class GradientNoise:
         by_rows: the matrices in which each row gets its own share.
 
     Attributes:
-        values: `[66 parameters + 2 rows]`, float32, on the first parameter's device: for each parameter
-            64 sums of gradients, the sum of their squares, and in every second measurement the sum of
-            products with the previous sums; then the sums of rows, and their squares.
+        values: `[66 parameters + 2 rows]`, float32, on the first parameter's device.  Each parameter has
+            64 sums of its gradient, the sum of their squares, and in every second measurement the sum of
+            their products with the previous sums.  The sums of rows and their squares follow.
         shares: the share of each parameter, from 0 to 1, or `[rows, 1]` shares if it is in ``by_rows``;
             empty until the first measurement.
         steps: the last steps of the parameters in ``by_steps``.

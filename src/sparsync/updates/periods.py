@@ -27,11 +27,11 @@ class AdaptivePeriod:
     The period is halved if the drift exceeds ``drift``, and doubled if the drift is below half of it.
     The gap between the two limits prevents a doubling from causing a halving.
 
-    The drift is relative to the weights, not to the length of the average update.  Relative to that, it
-    would *fall* as the period grows, because common steps add up faster than noise, and a rule that
-    bounded it would drive the period to an extreme.  The length of a step is proportional to the learning
-    rate, and noise grows with the root of the number of steps.  A constant drift therefore keeps
-    ``lr^2 H`` constant: the period grows as the rate is lowered.
+    The drift is relative to the weights, not to the length of the average update.  Relative to the
+    update, it would *fall* as the period grows, because common steps add up faster than noise.  A rule
+    that bounded such a drift would drive the period to an extreme.  The length of a step is proportional
+    to the learning rate, and noise grows with the root of the number of steps.  A constant drift
+    therefore keeps ``lr^2 H`` constant: the period grows as the rate is lowered.
 
     Args:
         drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` is the last measured drift.

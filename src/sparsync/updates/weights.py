@@ -162,9 +162,9 @@ class ModelWeights(Weights):
     def others(self, *, unwritten: bool = False) -> dict[str, Tensor]:
         """Return the tensors that DDP would keep equal, but that are not exchanged.
 
-        These are buffers of integers, buffers that are not saved, buffers that were added or have grown
-        after ``attach``, and frozen parameters that the model itself has written since then, e.g. as an
-        average of its own weights.  With ``unwritten``, all frozen parameters are included.
+        These are buffers of integers, buffers that are not saved, and buffers that were added or have
+        grown after ``attach``.  They also include the frozen parameters that the model itself has written
+        since then, e.g. an average of its weights; with ``unwritten``, all frozen parameters.
         """
         found = {
             name: tensor

@@ -131,8 +131,8 @@ def check_stepped(given: Any) -> None:
         if not inner and all(map(callable, switches)):
             raise ConfigurationError(
                 f"{name} has train() and eval(), as schedule-free optimizers do: the weights for "
-                "evaluation come from memory of each rank, which updates do not average, so replicas "
-                f"would differ.  Take a schedule and AdamW; {_ALIKE}"
+                "evaluation come from state of each rank that is not averaged, so replicas would "
+                f"differ.  Use AdamW with a learning-rate schedule; {_ALIKE}"
             )
         if any(base.__name__ in _FROM_MEMORY for base in type(one).__mro__):
             raise ConfigurationError(
@@ -192,10 +192,10 @@ def treatment_of(optimizers: Sequence[Optimizer], *, noise_correction: bool) -> 
 
     Example:
         >>> treatment_of([torch.optim.Adagrad([torch.zeros(1)])], noise_correction=True)
-        "Adagrad's steps are lengthened by what averaging shortens them"
+        "Adagrad's steps are lengthened, because averaging them over ranks would shorten them"
     """
     corrected = "are corrected for the noise of a single rank's gradients"
-    lengthened = "are lengthened by what averaging shortens them"
+    lengthened = "are lengthened, because averaging them over ranks would shorten them"
     kinds: dict[str, list[str]] = {corrected: [], lengthened: [], "are averaged as they are": []}
     for one in optimizers:
         measured = (corrects(one), any(True for _ in of_own_length(one)))

@@ -335,12 +335,12 @@ def opened(state: Any, kind: str, content: Kind = Mapping) -> dict[str, Any]:
         >>> opened(sealed("averager", {"steps": 3}), "updates")
         Traceback (most recent call last):
         sparsync.errors.ConfigurationError: the saved state['kind'] is 'averager', expected 'updates'; \
-load it into an averager, and here a state of a handle that exchanges updates
+it belongs in an averager; give a state of a handle that exchanges updates
     """
     given = state.get("kind") if isinstance(state, Mapping) else None
     other = next((its for name, its in STATE_KINDS.items() if same(given, name)), None)
     cure = f"load a state of {STATE_KINDS[kind]}"
-    elsewhere = f"load it into {other}, and here a state of {STATE_KINDS[kind]}"
+    elsewhere = f"it belongs in {other}; give a state of {STATE_KINDS[kind]}"
     # Kind and version are checked first, because a state of another kind or version may have other
     # fields.  The error must then name the kind or the version, not the first of these fields.
     envelope: dict[str, Kind] = {"kind": Exactly(kind)}

@@ -256,15 +256,15 @@ class Options:
         if density == 1:
             said = f"all {elements:,} gradient entries on every step"
             if self.algorithm.name != "budgeted":  # not the default, so the user has asked for it
-                said += f", as dense does, and {self.algorithm.name} takes no part"
+                said += f", densely; {self.algorithm.name} is not used"
             # the dense collective is bit-identical to plain DDP, and a sparse exchange of all entries
             # is not
             given = replace(given, compress=given.compress or _nothing)
         lag = "in a model this small, delay costs more than bytes"
         if elements >= LARGE:
             lag = (
-                f"the others wait about {1 / density:.0f} steps, which matters in a training of a "
-                "few hundred steps: there give density=0.1"
+                f"other entries wait about {1 / density:.0f} steps, which matters if a training has only "
+                "a few hundred steps: then give density=0.1"
             )
         tell(f"exchanges {said} (density= decides otherwise); {lag}")
         return replace(self, density=density, compression=given)
@@ -312,7 +312,7 @@ class Options:
         exact = self.algorithm.result == "whole" and self.algorithm.bits is None
         if not exact and not all(unit.dense for unit in units):
             self.tell(
-                f"there is only one replica, so {self.algorithm.name} takes no part: nothing is "
+                f"there is only one replica, so {self.algorithm.name} is not used: nothing is "
                 "rounded or kept back"
             )
 

@@ -286,7 +286,7 @@ DAMAGES = {
     ),
     "kind": (
         lambda state: state.update(kind="averager"),
-        "['kind'] is 'averager', expected 'updates'; load it into an averager, and here a state of",
+        "['kind'] is 'averager', expected 'updates'; it belongs in an averager; give a state of",
     ),
     "version": (lambda state: state.update(version=99), "['version'] is 99, expected"),
     "others": (lambda state: state["beside"].update(own=3), "['beside']['own'] is 3, expected"),

@@ -264,10 +264,10 @@ def test_the_reason_is_that_of_the_choice_and_not_of_the_plan():
     assert kept.startswith(f"{other}: kept, because {best} would save 4.3 %, and gain is 10 %;")
     waits = explained(number[other], factors(1.0, 2 / slower), streak=1, patience=3)
     assert waits.startswith(
-        f"{other}: kept for now; {best} would save 50 %, as 1 of 3 checks in a row have said;"
+        f"{other}: kept for now; {best} would save 50 %, as found in 1 of 3 checks in a row;"
     )
     over = explained(0, factors(1.0, 1.0), budget=5000.0)
-    assert over.startswith("dense: over the budget, and left at the next check;")
+    assert over.startswith("dense: over the budget; the next check chooses another algorithm;")
     assert explained(-1, (None,) * 3).endswith(": the first step is not planned yet")
 
 

@@ -197,7 +197,9 @@ def test_moments_of_an_unknown_optimizer_that_come_later_are_refused():
         averager.step()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        assert "has got moments since averaging began" in failure(ConfigurationError, averager.step)
+        assert "has created moments since averaging began" in failure(
+            ConfigurationError, averager.step
+        )
         again = allreduce(model, comm=comm, optimizer=optimizer, moments="average")
         optimizer.state[model.weight]["mean"] += comm.rank
         again.step()
@@ -373,7 +375,7 @@ def wrapped(name):
         (linear, {"buffers": "mean"}, "buffers is 'mean'; choose average or local"),
         (linear, {"moments": "keep"}, "choose local or average or reset"),
         (linear, {"nonfinite": "skip"}, "choose raise or spread"),
-        (linear, {"moments": "average"}, "give the optimizer="),
+        (linear, {"moments": "average"}, "give optimizer=, which holds them"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
@@ -612,7 +614,8 @@ def test_a_state_of_a_run_in_which_a_buffer_was_finite_or_not_is_refused_by_its_
     averager(first).load_state_dict(saved)
     words = failure(ConfigurationError, averager(then).load_state_dict, saved)
     assert (
-        "buffer 'lowest' held NaN, Inf or huge numbers when " in words and "as it was when" in words
+        "buffer 'lowest' held NaN, Inf or huge numbers when " in words
+        and "make the averager while the buffer" in words
     )
     assert ("the saved run made" in words) == (first == torch.inf)
 

@@ -201,7 +201,7 @@ BAD_INPUT = {
             ["--inputs", "nowhere.pt"],
             "inputs is 'nowhere.pt'; give a file of recorded gradients, or",
         ),
-        (["--shared", "1.5"], "shared is 1.5; give a part of the entries, in [0, 1]"),
+        (["--shared", "1.5"], "shared is 1.5; give a fraction of the entries, in [0, 1]"),
         (["--plot", "a.txt"], "cannot draw 'a.txt'"),
         (["--buckets", "5000"], "buckets is 5000; give at most 1,000"),
         (["--machine", "/dev/zero"], "cannot read --machine '/dev/zero' (not a regular file)"),

@@ -130,7 +130,7 @@ def test_the_user_is_told_where_sparse_sends_more_than_dense(algorithm, ranks, d
 def test_a_preset_that_a_small_model_does_not_use_is_named():
     said = []
     settings(algorithm="sparcml").for_size(5_000, said.append)
-    assert "as dense does, and sparcml takes no part (density= decides otherwise)" in said[0]
+    assert "densely; sparcml is not used (density= decides otherwise)" in said[0]
 
 
 def test_density_falls_with_size_to_the_usual_one():

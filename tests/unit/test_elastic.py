@@ -292,7 +292,7 @@ def test_a_rank_that_cannot_leave_without_steps_of_its_own_says_why(net, manager
         lost = "; it ends, and its residual is lost"
         assert "1 s of SIGTERM (its residual has the scale of a GradScaler" in leave_within(1)
         sync.membership.attendance.offered = True
-        assert leave_within(1).endswith(f"(another rank fetches its weights){lost}")
+        assert leave_within(1).endswith(f"(another rank is fetching this rank's weights){lost}")
         sync.membership.turns.take()
         words = "this rank has not left within 0.1 s of SIGTERM (a step of its own was under way)"
         assert leave_within(0.1) == words + lost

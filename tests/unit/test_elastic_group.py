@@ -124,10 +124,14 @@ KINDS = {
 @pytest.mark.parametrize(
     ("mine", "theirs", "words"),
     [
-        ("zmq", "torch", r"theirs is torch, this rank's zmq\); give all the same transport="),
-        ("keys", "zmq", "theirs is zmq, this rank's zmq with the keys "),
-        ("zmq", "keys", r"theirs is zmq with the keys \w+, this rank's zmq"),
-        ("keys", "more keys", r"with the keys (\w+), this rank's zmq with the keys (?!\1)"),
+        (
+            "zmq",
+            "torch",
+            r"the others use transport torch, this rank uses zmq\); give all the same transport=",
+        ),
+        ("keys", "zmq", "the others use transport zmq, this rank uses zmq with the keys "),
+        ("zmq", "keys", r"the others use transport zmq with the keys \w+, this rank uses zmq"),
+        ("keys", "more keys", r"with the keys (\w+), this rank uses zmq with the keys (?!\1)"),
     ],
 )
 def test_who_does_not_fit_ends_and_the_others_go_on(make, keys, capsys, mine, theirs, words):

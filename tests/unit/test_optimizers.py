@@ -220,7 +220,7 @@ def test_the_treatment_of_several_optimizers_is_told_apart():
     ]
     assert treatment_of(several, noise_correction=True) == (
         "AdamW's steps are corrected for the noise of a single rank's gradients, Muon's and AdamW's are "
-        "lengthened by what averaging shortens them, SGD's are averaged as they are"
+        "lengthened, because averaging them over ranks would shorten them, SGD's are averaged as they are"
     )
     assert treatment_of(several, noise_correction=False) == (
         "SGD's and AdamW's and Muon's steps are averaged as they are"

@@ -577,7 +577,7 @@ def test_rounding_to_16_bits_is_no_move():
     ("bad", "message"),
     [
         ({"period": 0}, "period is 0"),
-        ({"period": AdaptivePeriod(0.1), "delay": 1}, "delay 1 need a period that stays"),
+        ({"period": AdaptivePeriod(0.1), "delay": 1}, "delay 1 need a fixed period"),
         ({"period": AdaptivePeriod(0.1), "fragments": 2}, "fragments 2 and delay 0 need a"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
         ({"residual": "shared"}, "give 'apart' or 'weights'"),

@@ -158,7 +158,7 @@ class Shrinking(Wrapped):
         (WrongLength(), "nbytes is wrong"),
         (Trusting(), "bytes were accepted"),
         (Unsorted(), r"bit \d of byte \d+ of \d+, flipped, gave ConfigurationError"),
-        (OfAnother(), r"OfAnother\(\): format 1 is that of coo; choose another"),
+        (OfAnother(), r"OfAnother\(\): format 1 belongs to coo; choose another number"),
         (Rounding(), "decode differs from decoded"),
         (Doubling(), "the error exceeds the vector"),
         (

@@ -314,8 +314,8 @@ def test_what_has_no_message_is_refused_by_the_sender(codec):
     if not codec.exact:
         wrong[r"not torch\.int32; use Coo or Whole"] = sent(codec, [0], [1], 1, torch.int32)
     if isinstance(wrong[r"torch\.bool"], SparseVector):
-        wrong["not 1 of 4294967297"] = vector([0], [1.0], (1 << 32) + 1)
-        wrong["not 2 of 1"] = vector([0, 1], [1.0, 2.0], 1)
+        wrong["got 1 entries in a region of 4294967297"] = vector([0], [1.0], (1 << 32) + 1)
+        wrong["got 2 entries in a region of 1 elements"] = vector([0, 1], [1.0, 2.0], 1)
     else:
         wrong[r"shape \(3, 3\); flatten"] = DenseVector(torch.ones(3, 3))
     for says, original in wrong.items():

@@ -348,8 +348,8 @@ class Averager(Stateful):
             runs = ("this run", "the saved one") if name in here else ("the saved run", "this one")
             raise ConfigurationError(
                 f"buffer '{name}' held NaN, Inf or huge numbers when {runs[0]} made its averager, which "
-                f"leaves such buffers out, and did not in {runs[1]}; make the averager from a model in "
-                "which that buffer is as it was when the saved run began"
+                f"leaves such buffers out, and did not in {runs[1]}; make the averager while the buffer "
+                "holds what it held at that moment of the saved run"
             )
 
     def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:

@@ -135,7 +135,7 @@ class Binding:
             require(value in choices, f"{name} is {value!r}; choose {' or '.join(choices)}")
         require(
             moments == "local" or optimizer is not None,
-            f"moments is '{moments}' but no optimizer was given; give the optimizer= that has them",
+            f"moments is '{moments}' but no optimizer was given; give optimizer=, which holds them",
         )
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
@@ -353,8 +353,8 @@ class Binding:
         )
         require(
             not any(map(self._moments_of, self._unmoved)),
-            "moments='average': the optimizer has got moments since averaging began, and they are not "
-            "averaged; begin after its first step on every group, on all ranks",
+            "moments='average': the optimizer has created moments since averaging began, and these are "
+            "not averaged; begin averaging after its first step on every group, on all ranks",
         )
         found: dict[str, Tensor | None] = {name: tensors[name] for name in self._shapes}
         for name, (parameter, kind) in self._known_moments.items():

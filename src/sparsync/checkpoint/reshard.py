@@ -201,7 +201,10 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
     since the last exchange, and broken moments.
     """
     different = {str([state[key] for key in ("steps", "state")]) for state in states}
-    require(len(different) == 1, f"the saved states are of {different}; give those of one save")
+    require(
+        len(different) == 1,
+        f"the saved states have (steps, state) {different}; give the states of a single save",
+    )
     require(
         not any(state["dct"] for state in (template, *states)),
         "OuterStep: residuals are cosine coefficients of units, and cannot be divided; continue with as "
@@ -398,19 +401,19 @@ def _box(whole: Tensor, piece: Piece) -> Tensor:
 def _check_states(states: Sequence[State]) -> None:
     """Refuse anything but the states of all ranks at one step, before memory is allocated for them."""
     if not states:
-        raise ConfigurationError("no states were given; give those of all ranks")
+        raise ConfigurationError("no states were given; give the states of all ranks")
     for key in _EQUAL:
         different = [s for s in states if s[key] != states[0][key]]
         if different:
             raise ConfigurationError(
                 f"the saved states of ranks {states[0]['rank']} and {different[0]['rank']} have {key} "
-                f"{states[0][key]} and {different[0][key]}; give those of one save"
+                f"{states[0][key]} and {different[0][key]}; give the states of a single save"
             )
     world_size, ranks = states[0]["world_size"], {state["rank"] for state in states}
     for rank in ranks:
         if not 0 <= rank < world_size:
             raise ConfigurationError(
-                f"a saved state belongs to rank {rank} of {world_size}; give those of one save"
+                f"a saved state belongs to rank {rank} of {world_size}; give the states of a single save"
             )
     missing = next((rank for rank in range(world_size) if rank not in ranks), None)
     # name only the first missing rank, because a damaged world_size may be any number

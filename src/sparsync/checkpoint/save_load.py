@@ -360,7 +360,7 @@ def _check_alike(sync: Saveable, shared: Mapping[str, Any]) -> None:
         require(
             all(other == first for other in others),
             "the parts of this replica, like stages of a pipeline, have different modules, and a "
-            "checkpoint has only rank 0's; save and load them with torch.distributed.checkpoint "
+            "checkpoint holds only rank 0's; save and load them with torch.distributed.checkpoint "
             "(docs/checkpoints.md), and give save() and load() the rest",
         )
 

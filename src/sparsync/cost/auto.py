@@ -123,7 +123,7 @@ class Auto(Collective):
     ) -> None:
         for name, value, good, expected in (
             ("check_period", check_period, check_period is None or check_period >= 1, "1 or None"),
-            ("gain", gain, 0 <= gain < 1, "a part in [0, 1), e.g. 0.1"),
+            ("gain", gain, 0 <= gain < 1, "a fraction in [0, 1), e.g. 0.1"),
             ("patience", patience, patience >= 1, "at least 1 check"),
         ):
             require(good, f"auto: {name} is {value}; give {expected}")
@@ -170,7 +170,7 @@ class Auto(Collective):
         made, choice = self._explained[1], self._state.choice
         corrected = self._state.corrected(self._seconds_of(made.table))
         if choice not in corrected:
-            return "over the budget, and left at the next check"
+            return "over the budget; the next check chooses another algorithm"
         best = min(corrected, key=corrected.__getitem__)
         if corrected[best] == corrected[choice]:
             measured = f"{made.choice} was predicted; as measured, {self.name} is faster"
@@ -180,7 +180,7 @@ class Auto(Collective):
         if corrected[best] >= (1 - self.gain) * corrected[choice]:
             return f"kept, because {saving}, and gain is {format_percent(self.gain)}"
         checks = f"{self._state.streak} of {self.patience} checks in a row"
-        return f"kept for now; {saving}, as {checks} have said"
+        return f"kept for now; {saving}, as found in {checks}"
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Run the choice; every ``check_period`` steps, compare its time with the prediction."""

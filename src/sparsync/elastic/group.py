@@ -219,7 +219,7 @@ class ElasticGroup(ProcessGroup):
         """Return the reason why this rank cannot exchange with a member; empty if it can."""
         theirs, mine = peer["transport"], self._card["transport"]
         if theirs != mine:
-            return f"theirs is {theirs}, this rank's {mine}"
+            return f"the others use transport {theirs}, this rank uses {mine}"
         if self._keys is not None and str(peer["key"]).encode() not in self._keys.listed:
             return "a key is not listed here"
         return ""

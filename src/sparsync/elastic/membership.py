@@ -133,7 +133,7 @@ class Membership(Presence):
         """Return the reason why this rank cannot leave between steps, or an empty text."""
         # a rank that fetches this rank's copy needs the rates of this rank's next steps to bring it up
         # to date
-        fetched = "another rank fetches its weights" if self.attendance.offered else ""
+        fetched = "another rank is fetching this rank's weights" if self.attendance.offered else ""
         return fetched or self._needs_steps
 
     def _leave_alone(self, until: float) -> str:

@@ -466,7 +466,7 @@ class PresentUpdateRanks(UpdateRanks):
         phase = members.clock % _PHASES
         if phase == _OVER:
             raise PeerError(
-                f"{reducer.place}: the others have ended while this rank was away; end it as well"
+                f"{reducer.place}: the others ended training while this rank was away; end this rank too"
             )
         # after a roll, this rank follows the others' phase: deliver everything, or select entries
         if self._densities.deliver(everything=phase == _LAST):

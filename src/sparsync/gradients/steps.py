@@ -143,9 +143,9 @@ class AllRanks(Ranks):
                     run(agree(reducer.channel("retry"), facts))
             except CommunicationError as error:
                 raise type(error)(
-                    f"rank {dist.get_rank()} begins {reducer.place} again, which broke off after its "
-                    f"exchange had begun, but other ranks do not: {error}; when backward() raises on "
-                    "some ranks only, restart all of them"
+                    f"rank {dist.get_rank()} repeats {reducer.place}, which broke off after "
+                    f"its exchange had begun, but other ranks do not repeat it: {error}; when "
+                    "backward() raises on some ranks only, restart all of them"
                 ) from error
         return True
 

@@ -47,7 +47,7 @@ class Blockwise(Selector):
     def __init__(self, entries: int | None = None, block: int = 512) -> None:
         good = 1 <= block <= _MOST
         require(good, f"Blockwise: block is {block}; give at least 1 element, at most {_MOST}")
-        advice = f"give 1 to {block} per block, or None for k's part"
+        advice = f"give 1 to {block} per block, or None for the block's share of k"
         fits = entries is None or 1 <= entries <= block
         require(fits, f"Blockwise: entries is {entries}; {advice}")
         self.entries, self.block = entries, block

@@ -61,8 +61,8 @@ class Sampled(Selector):
         self, fraction: float = 0.01, enough: float = 0.75, least: int = 16, seed: int = 0
     ) -> None:
         sampled, part = (
-            "a part of the elements in (0, 1], e.g. 0.01",
-            "a part of k in [0, 1], e.g. 0.75",
+            "a fraction of the elements in (0, 1], e.g. 0.01",
+            "a fraction of k in [0, 1], e.g. 0.75",
         )
         require(0 < fraction <= 1, f"Sampled: fraction is {fraction}; give {sampled}")
         require(0 <= enough <= 1, f"Sampled: enough is {enough}; give {part}")

@@ -45,7 +45,9 @@ def check_codec(
     assert fits, f"{codec!r}: format is {number!r}; choose a number from 128 to 255"
     # two codecs with one number would decode each other's messages instead of refusing them
     taken = [name for name, row in CODECS.items() if _takes(row, codec)]
-    assert not taken, f"{codec!r}: format {number} is that of {', '.join(taken)}; choose another"
+    assert not taken, (
+        f"{codec!r}: format {number} belongs to {', '.join(taken)}; choose another number"
+    )
     for case in cases():
         for dtype in _DTYPES:
             vector = SparseVector.from_dense(case.make(0, 2, 1).to(dtype))

@@ -31,8 +31,8 @@ from sparsync.updates.sync import AllRanks, Carrier, UpdateSync
 from sparsync.updates.weights import ModelWeights, OwnWeights, trained_of
 
 _DIVIDED = (
-    "contribute() is for replicas of one rank, and this one is divided (a node, or shards); "
-    "weigh the loss inside the replica, and let replicas see equally much"
+    "contribute() is for replicas of one rank, and this replica is divided over ranks (a node, or "
+    "shards); weigh the loss inside the replica, and give all replicas the same amount of data"
 )
 
 __all__ = ["attach_updates", "make_outer", "said_of_size"]
@@ -51,8 +51,7 @@ def make_outer(
         raise ConfigurationError(
             f"density is {density!r}, but algorithm= determines how updates are exchanged, by "
             "default all of them in a few bits each; omit density=, or name an algorithm that "
-            "selects entries, as "
-            "algorithm='allgather', or exchange='gradients'"
+            "selects entries, e.g. algorithm='allgather', or give exchange='gradients'"
         )
     if isinstance(algorithm, OuterStep):
         outer = algorithm

@@ -489,7 +489,10 @@ def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
     """Return the learning rate of all groups, for an outer step by signs."""
     # all groups need the same rate, because an outer step does not distinguish groups
     rates = {float(group["lr"]) for one in optimizers for group in one.param_groups}
-    require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same")
+    require(
+        len(rates) == 1,
+        f"sign: groups have learning rates {sorted(rates)}; give all groups the same rate",
+    )
     return rates.pop()
 
 

@@ -149,8 +149,8 @@ class OuterStep:
         _ = self.chosen  # refuses an unknown algorithm
         require(
             self.rule is None or (self.fragments == 1 and not self.delay),
-            f"OuterStep: fragments {self.fragments} and delay {self.delay!r} need a period that stays; "
-            "give a number of steps, or omit them",
+            f"OuterStep: fragments {self.fragments} and delay {self.delay!r} need a fixed period; "
+            "give period= a number of steps, or omit fragments= and delay=",
         )
         require(
             type(self.delay) is int and 0 <= self.delay < self.first_period,

@@ -395,7 +395,7 @@ class UpdateSync(Handle):
             self._note_idle(
                 f"a step of {type(optimizer).__name__}, and none of "
                 f"{type(self.outer.optimizers[-1]).__name__}, the last optimizer that attach was "
-                "given, after whose steps ranks exchange; give the one that steps always as the last"
+                "given, after whose steps ranks exchange; give last the optimizer that always steps"
             )
 
     def _note_idle(self, what: str) -> None:
@@ -422,8 +422,8 @@ class UpdateSync(Handle):
             say(
                 f"{type(optimizer).__name__} also steps {len(outside)} parameters that are not in the "
                 f"model that was attached (the first: {list(outside[0].shape)}), so every rank trains "
-                "its own: attach a module that contains both, e.g. a ModuleList, unless something "
-                "else exchanges them"
+                "its own copy: attach a module that contains both the model and these parameters, e.g. a "
+                "ModuleList, unless something else exchanges them"
             )
 
     def _forward(self, *_given: Any) -> None:

@@ -226,8 +226,8 @@ class Codec(ABC, Generic[V]):
             )
         if not vector.nnz <= size <= _SIZE_LIMIT:
             raise ConfigurationError(
-                f"{name} takes regions of up to 2^32 elements and no more entries than elements, not "
-                f"{vector.nnz} of {size}; use smaller units or more regions"
+                f"{name}: got {vector.nnz} entries in a region of {size} elements; a region has at most "
+                "2^32 elements, and no more entries than elements: use smaller units or more regions"
             )
         return self.header(vector.nnz, size, values.dtype).pack()
 

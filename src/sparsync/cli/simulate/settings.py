@@ -122,7 +122,7 @@ class SimulationSettings:
         good = self.scale is None or 1 <= self.scale <= self.model_size
         expected = f"a factor from 1 to the model's {self.model_size} elements"
         check("scale", self.scale, good, expected)
-        check("shared", self.shared, 0 <= self.shared <= 1, "a part of the entries, in [0, 1]")
+        check("shared", self.shared, 0 <= self.shared <= 1, "a fraction of the entries, in [0, 1]")
         good = self.inputs in (SPREAD, *INPUTS) or Path(self.inputs).is_file()
         expected = f"a file of recorded gradients, or one of {SPREAD}, {', '.join(INPUTS)}"
         check("inputs", repr(self.inputs), good, expected)

@@ -50,7 +50,7 @@ class GaussianK(Selector):
     """
 
     def __init__(self, enough: float = 0.75, scaling: float = 0.9, trials: int = 32) -> None:
-        part, factor = "a part of k in [0, 1), e.g. 0.75", "a factor in (0, 1), e.g. 0.9"
+        part, factor = "a fraction of k in [0, 1), e.g. 0.75", "a factor in (0, 1), e.g. 0.9"
         require(0 <= enough < 1, f"GaussianK: enough is {enough}; give {part}")
         require(0 < scaling < 1, f"GaussianK: scaling is {scaling}; give {factor}")
         require(trials >= 1, f"GaussianK: trials is {trials}; give at least 1")

@@ -217,7 +217,8 @@ class Dynamic(StreamCollective):
         super().__init__(codec, op=op, cap=cap)
         require(
             local is None or self.operation.name == "sum",
-            f"Dynamic: local={local!r} rounds, but only sums may, not '{self.operation.name}'; omit it",
+            f"Dynamic: local={local!r} rounds, but only sums may be rounded, not "
+            f"'{self.operation.name}'; omit local=",
         )
         self.always_dense, self.keep_error = always_dense, keep_error
         self.local = None if local is None else StreamCodec(local, factor=None)

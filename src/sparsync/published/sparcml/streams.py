@@ -85,8 +85,8 @@ class StreamCollective(Collective):
         neutral = self.operation.check(dtype)
         if self.operation is not SUM and not self.codec.is_exact(dtype):
             raise ConfigurationError(
-                f"{name}: the codec rounds {dtype}, which only sums may be; use an exact one with "
-                f"operation '{self.operation.name}', e.g. StreamCodec()"
+                f"{name}: the codec rounds {dtype}, and only sums may be rounded; use an exact "
+                f"codec with operation '{self.operation.name}', e.g. StreamCodec()"
             )
         if self.result == "whole":
             return selected

@@ -221,7 +221,7 @@ def zap_reply(request: list[bytes], user: bytes | None) -> list[bytes]:
     """Answer one ZAP request: version, id, status, text, user id, metadata."""
     version, number = [*request, b"", b""][:2]
     if user is None:
-        return [version, number, b"400", b"not one of us", b"", b""]
+        return [version, number, b"400", b"key not listed", b"", b""]
     return [version, number, b"200", b"OK", user, b""]
 
 

@@ -67,7 +67,8 @@ class Header(NamedTuple):
         """
         if len(frame) < HEADER_BYTES:
             raise WireFormatError(
-                f"a frame of {len(frame)} bytes holds no header of {HEADER_BYTES}; not our message"
+                f"a frame of {len(frame)} bytes is too short for a header of {HEADER_BYTES}; "
+                "sparsync did not send it"
             )
         magic, version, *rest = LAYOUT.unpack_from(frame)
         if magic != MAGIC or version != VERSION or rest[0] not in (0, HELLO, APART, GIVE_UP):

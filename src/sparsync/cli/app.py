@@ -27,7 +27,7 @@ from sparsync.transports.launchers import detect
 
 __all__ = ["COMMANDS", "exit_code", "main", "make_app"]
 
-# for each command, its module in this package and one line of help
+# command name -> (module in this package, one line of help)
 COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     {
         "train": ("train.command", "Train data-parallel: a small model, or a paper's."),
@@ -50,17 +50,18 @@ _OF_PAPERS = MappingProxyType(
     }
 )
 
-# all usage errors derive from click's UsageError, which newer versions of typer vendor
+# click's UsageError, from which all usage errors derive.  Newer versions of typer contain their own copy
+# of click, so the class must come from typer.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 
 def make_app(wanted: str | None = None) -> typer.Typer:
-    """Build the command line; if one command is ``wanted``, the others get only their line of help."""
+    """Build the command line; if one command is ``wanted``, only its module is imported."""
     app = typer.Typer(
         name="sparsync",
         help="Data-parallel training on networks too slow for dense allreduce.",
         add_completion=False,
-        rich_markup_mode=None,  # its panels cut names of options at 80 columns
+        rich_markup_mode=None,  # its panels truncate option names at 80 columns
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
@@ -111,8 +112,9 @@ def main() -> None:
     arguments = sys.argv[1:] or ["--help"]
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed before Python started, as by ``>&-``
-            # the lowest free descriptor is the closed one, which ranks inherit and duplicate
+        if stream is None:  # closed before Python started, e.g. by ``>&-``
+            # ``open`` reuses the lowest free descriptor, i.e. the closed one.  Ranks inherit and
+            # duplicate it, so it must be open.
             file = os.open(os.devnull, os.O_WRONLY)
             os.set_inheritable(file, True)
             stream = os.fdopen(file, "w")
@@ -133,7 +135,7 @@ def _run(arguments: list[str]) -> object:
         # flush now, because an error at interpreter exit would give neither a message nor an exit code
         sys.stdout.flush()
     except OSError:
-        # the rest of the buffer would fail again at interpreter exit
+        # discard the rest of the buffer, because flushing it at interpreter exit would fail again
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
@@ -162,7 +164,7 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this process should print: as rank 0, as the only process, or if it cannot tell."""
+    """Return whether this process should print: it is rank 0, the only process, or cannot tell."""
     with suppress(ConfigurationError):
         here = detect()
         return here is None or here.rank == 0

@@ -1,7 +1,7 @@
 """Options of the commands, each declared once on the settings field that it sets.
 
-A settings class is a frozen dataclass.  A field annotated with ``typer.Option`` is an option of the
-command that ``takes`` the class; its help is the field's documentation.
+A settings class is a frozen dataclass.  A field annotated with ``typer.Option`` becomes an option of the
+command decorated with ``@takes(class)``; the option's help text documents the field.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _LONGEST = 30  # digits of a whole number
-# as models are counted
+# suffixes in which the sizes of models are given
 _POWERS = MappingProxyType({"k": "e3", "K": "e3", "M": "e6", "G": "e9", "B": "e9"})
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def ranks_option(default: int) -> Any:
     )
 
 
-# the options that describe links, for every command with --lab; they are merged into its value
+# the options that describe links, for every command with --lab; their values are merged into --lab's
 _LINKS = tuple(
     Parameter(
         name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, Option(help=text)]
@@ -168,7 +168,7 @@ def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
 
 
 def _options_in(hint: Any) -> list[Any]:
-    """Return a list with the ``typer.Option`` of an annotation, or an empty list."""
+    """Return an annotation's ``typer.Option`` in a list, which is empty if there is none."""
     return [extra for extra in get_args(hint)[1:] if hasattr(extra, "default_factory")]
 
 

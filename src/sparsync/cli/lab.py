@@ -10,8 +10,8 @@
 Links with delay, jitter or loss use ``netem`` instead of ``tbf``.  If the kernel has no ``netem``, a
 thread of this process carries the packets between the ranks (``forwarder.py``), and there is no bridge.
 
-No part of a lab has a global name.  The process that made the namespaces holds them by open files, and so
-do the ranks inside.  So they disappear when these processes end, however they end.
+No part of a lab has a global name.  A namespace exists as long as the process that made it holds it open
+or a rank runs inside.  So nothing is left when these processes have ended, even if they were killed.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _COUNTERS = Path("/proc/thread-self/net/dev")  # counters of the calling thread'
 _CARRIERS = ("tbf", "netem", "forwarder")
 _BITS_PER_BYTE = 8
 _ALSO_IN = "/usr/sbin:/sbin"  # folders with tools that Debian omits from a user's PATH
-_COMMAND_SECONDS = 10.0  # time limit for each command of iproute2
-# seconds of the wire that a send buffer holds; with Linux's default of 4 MB, acknowledgements would wait
-# behind seconds of data
+_COMMAND_SECONDS = 10.0  # time limit for each iproute2 command
+# a send buffer holds the data that the wire carries in this many seconds; with Linux's default of 4 MB,
+# acknowledgements would wait behind seconds of data
 _SEND_BUFFER_SECONDS = 0.02
 _LEAST_SEND_BUFFER = 65_536  # bytes; with less, TCP stalls
 _MOST_SEND_BUFFER = 524_288  # bytes that Linux grants a program that asks for more
@@ -68,17 +68,17 @@ _FRAME_BYTES = 1_514
 
 
 class LabError(ConfigurationError):
-    """The kernel or iproute2 refused a part of the lab's network; the message names the command."""
+    """The kernel or iproute2 refused to build a part of the lab; the message names the command."""
 
 
 def default_burst(bits_per_second: int) -> int:
-    """Return the bucket of ``tbf``: the bytes that an idle link passes at once.
+    """Return the size of the ``tbf`` bucket, i.e. the bytes that an idle link passes at once.
 
-    A smaller bucket distorts the wire time less, but if it does not cover the lateness of timers and
-    processes, the rate is not reached.  At 1 Gbit/s, a single stream reached 72 % of the rate with 16 KB,
-    92 % with 32 KB, and 99 % with 64 KB; dense allreduce on overloaded cores reached 80 % with 64 KB, and
-    90 % with 128 KB.  The bucket is therefore a millisecond, the lateness with two busy cores, and at
-    least the first window of a TCP connection.
+    A smaller bucket distorts wire times less.  But if timers and processes wake up later than the bucket
+    covers, the link does not reach its rate.  At 1 Gbit/s, a single stream reached 72 % of the rate with
+    16 KB, 92 % with 32 KB, and 99 % with 64 KB; dense allreduce on overloaded cores reached 80 % with
+    64 KB, and 90 % with 128 KB.  The bucket therefore covers a millisecond, the typical lateness with two
+    busy cores.  It also holds at least the first window of a TCP connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
@@ -99,15 +99,15 @@ class Lab:
 
     Args:
         ranks: number of ranks P, each with its own link to one bridge; at most 1,000.
-        links: the links of the ranks, in rank order; or one text for all, e.g. "200mbit", see
-            ``parse_links``.
+        links: the links of the ranks, in rank order; or one text that describes all of them, e.g.
+            "200mbit" (see ``parse_links``).
         carrier: "tbf" (rates only), "netem" or "forwarder"; "auto" is the first of them that supports
             the links.
 
     Attributes:
         bits_per_second: the lowest rate.
-        burst_bytes: the bucket of ``tbf`` at that rate, which an idle link passes at once (see
-            ``default_burst``); subtract it when computing wire times.
+        burst_bytes: the size of the ``tbf`` bucket at that rate (see ``default_burst``); subtract these
+            bytes when computing wire times, because an idle link passes them at once.
 
     Raises:
         ConfigurationError: an argument is invalid, iproute2 is missing, or the kernel forbids
@@ -157,7 +157,7 @@ class Lab:
         A packet of 64 KB would empty the bucket at once and delay the acknowledgements behind it.  With
         such packets in both directions, each direction reached 61 to 81 % of 1 Gbit/s, but 99 % with
         packets of 16 KB (burst 64 KB).  The forwarder gets packets that cross the link in half a
-        millisecond.  ``netem`` gets single frames, because it loses packets as a whole.
+        millisecond.  ``netem`` gets single frames, because it drops a packet with all of its frames.
         """
         if self.carrier == "netem":
             return 1_514
@@ -169,9 +169,9 @@ class Lab:
     def send_buffer_bytes(self) -> int:
         """The largest number of bytes in flight per TCP connection; queues grow to this size.
 
-        With delays, it is Linux's default, but at least twice the bytes that fill the longest and
-        fastest path.  The factor of two is needed because the kernel counts 2.3 KB for a packet of
-        1.5 KB, and acknowledgements may queue behind data in the other direction.
+        On links with a delay, it is at least Linux's default, and at least twice the bytes that fill the
+        longest and fastest path.  The factor of two is needed because the kernel counts 2.3 KB for a
+        packet of 1.5 KB, and because acknowledgements may queue behind data in the other direction.
         """
         if self._rtt:
             return max(_USUAL_SEND_BUFFER, round(3 * self._fastest * self._rtt / _BITS_PER_BYTE))
@@ -180,7 +180,7 @@ class Lab:
 
     @property
     def queue_bytes(self) -> int:
-        """The size of a link's queue: the bytes that P ranks may have in flight, so none are dropped."""
+        """The size of a link's queue, which holds all bytes that P ranks may have in flight."""
         under_way = 2 * self.ranks * max(self.send_buffer_bytes, _MOST_SEND_BUFFER)
         return default_burst(self._fastest) + under_way
 
@@ -188,8 +188,8 @@ class Lab:
     def queue_seconds(self) -> float:
         """The seconds that a packet may wait for a ``netem`` or forwarder link before it is dropped.
 
-        They are at least the longest RTT, so that Reno, which halves its window after a loss, keeps the
-        link busy.  They are also at least as long as a home modem queues packets.
+        This is at least the longest RTT, so that Reno, which halves its window after a loss, keeps the
+        link busy.  It is also at least as long as a home modem would queue packets.
         """
         return max(self._rtt, _LEAST_QUEUE_SECONDS)
 
@@ -302,10 +302,10 @@ class Lab:
         settings = Path("/proc/sys/net/ipv4")
         most = self.send_buffer_bytes
         (settings / "tcp_wmem").write_text(f"4096 {min(most, 16_384)} {most}")
-        if self._rtt:  # for small packets, the kernel charges more bytes than they carry
+        if self._rtt:  # the kernel charges the buffer more bytes than small packets carry
             (settings / "tcp_rmem").write_text(f"4096 131072 {max(6_291_456, 2 * most)}")
-        # Every namespace may use Reno, whatever the host prefers, and Reno fills a link without loss.
-        # Measurements should show the rate, not a congestion control algorithm.
+        # Reno is available in every namespace, whatever the host uses, and fills a lossless link.
+        # Measurements should show the link's rate, not the effects of a congestion control algorithm.
         (settings / "tcp_congestion_control").write_text("reno")
 
 
@@ -322,7 +322,7 @@ class Seat:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables of a process inside: its address, and its transports' interface."""
+        """The variables for a process inside: its address, and the interface for its transports."""
         return {
             **dict.fromkeys(_INTERFACE_VARIABLES, _INTERFACE),
             # the ranks share a machine, so NCCL would find paths that bypass the links
@@ -336,7 +336,7 @@ class Seat:
         os.environ.update(self.variables)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` inside, on a new thread; processes that it starts are inside as well."""
+        """Call ``function`` inside, on a new thread; processes that it starts also run inside."""
 
         def inside() -> T:
             _enter(self.namespace)
@@ -373,9 +373,9 @@ def _counters() -> dict[str, LinkTraffic]:
 
 
 class _Namespace:
-    """A network namespace that exists as long as this object or a process inside it.
+    """A network namespace, which exists until this object is closed and no process is left inside.
 
-    ``path`` opens it from any process of the same user, as long as the creating process lives.
+    Any process of the same user can open it by its ``path``, as long as the creating process lives.
     """
 
     def __init__(self) -> None:
@@ -387,7 +387,7 @@ class _Namespace:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` inside, on a new thread; threads that it starts are inside as well."""
+        """Call ``function`` inside, on a new thread; threads that it starts also run inside."""
 
         def inside() -> T:
             _call("setns", self._file, _CLONE_NEWNET)
@@ -474,11 +474,12 @@ def _require_linux() -> None:
 
 
 def ensure_privileges() -> None:
-    """Return if this process may make a lab; otherwise restart it inside a user namespace.
+    """Do nothing if this process may make a lab; otherwise restart it inside a user namespace.
 
     Root may make a lab.  Any other user becomes root of a new user namespace, if the kernel allows it.
-    Only a process without threads can enter one.  So ``unshare`` executes the same command line again, in
-    the same process and with the same open files.  Call this function before any other.
+    Only a single-threaded process can enter one.  So ``unshare`` executes the same command line again, in
+    the same process and with the same open files.  Call this function first, because everything before it
+    is repeated.
 
     Raises:
         ConfigurationError: the kernel allows neither, or iproute2 is missing.

@@ -15,7 +15,7 @@ MOST_RANKS = 1000  # in a lab: Linux's bridge has 1,024 ports
 _BITS_PER_SECOND = MappingProxyType({"kbit": 10**3, "mbit": 10**6, "gbit": 10**9})
 _SLOWEST, _FASTEST = 100_000, 100_000_000_000  # bits per second; see ``parse_rate``
 _SECONDS = MappingProxyType({"us": 1e-6, "ms": 1e-3, "s": 1.0})
-_LONGEST = 10.0  # seconds of an RTT
+_LONGEST = 10.0  # largest RTT in seconds
 _OWN = "write RANK=RATE[,RTT[,LOSS[,JITTER]]], e.g. 3=10mbit,80ms"
 
 
@@ -24,8 +24,8 @@ _OWN = "write RANK=RATE[,RTT[,LOSS[,JITTER]]], e.g. 3=10mbit,80ms"
 class Link:
     """A rank's link to the middle of the network.
 
-    Between two ranks, RTT, jitter and loss are the means of their links.  For example, two links of
-    80 ms give an RTT of 80 ms; a link of 80 ms and one without delay give 40 ms.
+    The RTT, jitter and loss between two ranks are the means of their links' values.  For example, two
+    links of 80 ms give an RTT of 80 ms; a link of 80 ms and one without delay give 40 ms.
 
     Args:
         up: bits per second that the rank may send, Ethernet headers included.
@@ -90,8 +90,8 @@ def parse_links(text: str, ranks: int) -> tuple[Link, ...]:
 
     Args:
         text: ``RATE[,RTT[,LOSS[,JITTER]]]`` for all ranks, where RATE may be UP:DOWN.  Links of single
-            ranks may follow, each as a semicolon, ``RANK=`` and the same form; values omitted there are
-            the common ones.
+            ranks may follow, each written as a semicolon, ``RANK=`` and the same form; values omitted
+            there are taken from the common link.
         ranks: number of ranks P.
 
     Example:
@@ -130,7 +130,7 @@ def describe_links(
     if up is None or down is None:
         raise ConfigurationError("these links have no rate; add --lab 100mbit, or --up and --down")
     for rate in (up, down):
-        parse_rate(rate)  # refuses a --lab that already has delays
+        parse_rate(rate)  # refuses a value of --lab that already includes delays
     parts = [up if up == down else f"{up}:{down}", rtt or "0ms", loss or "0%", jitter or "0ms"]
     while parts[-1] in ("0ms", "0%"):
         parts.pop()

@@ -180,14 +180,14 @@ Pipes = tuple[Mapping[int, Connection], Callable[[int], str]]
 def fork_server(*imports: str) -> ForkServerContext:
     """Start the server that forks processes, which import these modules only once; return its context.
 
-    The server and the processes ignore Ctrl-C from their first moment on.  A terminal sends it to all
-    processes, but the command ends them itself.
+    The server and the processes ignore Ctrl-C from the start.  A terminal sends it to all processes, but
+    only the command should react, and ends the others itself.
     """
     from multiprocessing import forkserver, resource_tracker  # not on Windows
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imports))
-    resource_tracker.ensure_running()  # when it starts, it unblocks the signal
+    resource_tracker.ensure_running()  # start it before the signal is blocked: its start unblocks it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -366,7 +366,7 @@ def _be_forked(
 
 @contextmanager
 def ending_with_parent() -> Iterator[None]:
-    """Exit when the parent ends, without a word about its pipes and namespaces, which end as well."""
+    """Exit silently when the parent ends: errors of its pipes and namespaces would tell nothing new."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -378,7 +378,7 @@ def ending_with_parent() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError):
-        parent.join(1.0)  # it may just be ending
+        parent.join(1.0)  # it may be about to end
         if not parent.is_alive():
             os._exit(1)
         raise
@@ -457,9 +457,9 @@ def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
 class StartLine:
     """Starts all ranks of one machine at an agreed time of their common clock.
 
-    With more ranks than cores, a barrier would release the ranks milliseconds apart, which would look
-    like communication time.  Between several machines, a barrier is used nevertheless.  ``group``
-    contains all ranks, and is not the group that is measured.
+    With more ranks than cores, a barrier would release the ranks milliseconds apart, and the difference
+    would look like communication time.  Several machines share no clock, so they use a barrier all the
+    same.  ``group`` contains all ranks; it must not be the group that is measured.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

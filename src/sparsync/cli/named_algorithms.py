@@ -7,8 +7,9 @@ with a colon.  Any other piece starts the next algorithm::
     dense,wagma:group_size=4,dynamic=false,local       three: wagma has two options
     auto:candidates=dense+budgeted                     + separates names in a value
 
-Names may be spelt in any way, and may be the papers' names (``sparsync.tables.ALIASES``).  Values have
-the types of the Python arguments: none, true, false, numbers, words, names of codecs.
+Case, hyphens, underscores and spaces in names do not matter, and the papers' names work too
+(``sparsync.tables.ALIASES``).  Values have the types of the Python arguments: none, true, false,
+numbers, words, names of codecs.
 """
 
 from __future__ import annotations
@@ -58,10 +59,9 @@ class Named:
 
 
 def labels(text: str, *tables: Table[Any], tell: bool = True, **limits: Any) -> tuple[str, ...]:
-    """Split a list of algorithms; return a label for each different one, which ``named`` can parse.
+    """Split a list of algorithms; return a label for each distinct one, which ``named`` can parse.
 
-    Standard error gets a line about each paper's name that is another one here, because tables and JSON
-    have the names of rows.
+    If a paper's name differs from the name that tables and JSON use, a line on standard error says so.
 
     Args:
         text: comma-separated names, with or without options.
@@ -115,8 +115,8 @@ def named(
         kind: the word for the algorithm in messages.
 
     Raises:
-        ConfigurationError: a name or option is unknown (the message lists the nearest, and all), or
-            a value has the wrong type.
+        ConfigurationError: a name or option is unknown (the message suggests the nearest names and
+            lists all), or a value has the wrong type.
 
     Example:
         >>> named("WAGMA-SGD:group_size=4,dynamic=false,sync_period=none", SCHEMES).options
@@ -212,7 +212,7 @@ def _described(parameters: Mapping[str, Parameter], option: str) -> str:
 
 
 def _readers(kind: Any) -> list[_Reader]:
-    """Return a reader per form of value, in the order in which to try them; words come last."""
+    """Return a reader for each type of value, in the order in which to try them; words come last."""
     if isinstance(kind, str) or kind in (
         Any,
         Parameter.empty,

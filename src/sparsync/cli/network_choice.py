@@ -37,7 +37,7 @@ __all__ = [
     "transport_of",
 ]
 
-_NATIVE = "dense"  # always a native allreduce, the baseline that every job has
+_NATIVE = "dense"  # always a native allreduce: the baseline that is available to every job
 _UNITS = MappingProxyType(
     {
         "bandwidth": MappingProxyType({"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}),
@@ -211,8 +211,9 @@ class Connection:
     def open(self, algorithm: str) -> Iterator[Communicator]:
         """Connect this process's rank; every rank calls this.
 
-        "dense" uses gloo's native allreduce, whatever transport the other rows use.  Over MPI it uses
-        MPI's own, because MPI ranks on one machine share memory, unlike gloo's.
+        "dense" uses gloo's native allreduce, whatever transport the other rows use.  With MPI, it uses
+        MPI's own allreduce instead: MPI ranks on one machine communicate through shared memory, and
+        gloo's do not.
         """
         native = algorithm == _NATIVE and self.transport != "mpi"
         comm = connect_group(

@@ -40,7 +40,7 @@ __all__ = [
     "write_json",
 ]
 
-_LINE_EVERY = 30.0  # seconds between two lines on a stream that is no terminal
+_LINE_EVERY = 30.0  # seconds between two lines of progress on a stream that is no terminal
 
 
 # ---- tables -----------------------------------------------------------------------------------------
@@ -48,10 +48,10 @@ _LINE_EVERY = 30.0  # seconds between two lines on a stream that is no terminal
 
 @final
 class Columns:
-    """A table whose heads wrap only at spaces.
+    """A table whose column heads wrap only at spaces.
 
-    If it is wider than the terminal, it is split into several tables, one below the other, each with
-    the first column.
+    If it is wider than the terminal, it is split into several tables, one below the other.  Each of them
+    repeats the first column.
 
     Args:
         heads: heads of the columns; the first column is left-aligned, the others are right-aligned.
@@ -66,7 +66,7 @@ class Columns:
 
     @staticmethod
     def of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Columns:
-        """Make a table from rows of cells by head; leave out columns that contain only "-"."""
+        """Make a table from rows, each a mapping from head to cell; omit columns with only "-"."""
         heads = [head for head in rows[0] if any(row[head] != "-" for row in rows)]
         return Columns(heads, [[row[head] for head in heads] for row in rows], title)
 
@@ -87,7 +87,7 @@ class Columns:
         return Columns([first, *(f"P = {p:,}" for p in ranks)], rows, title)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield one table, or as many as fit the width of the terminal."""
+        """Yield one table, or several if the terminal is too narrow for all columns."""
         if self.title is not None:
             yield Text(self.title)
         columns = [
@@ -139,7 +139,7 @@ def format_ms(seconds: float | None) -> str:
 
 
 def check_outputs(json: Path | None = None, plot: Path | None = None) -> None:
-    """Refuse files that cannot be written or drawn, before any work begins; make their folders.
+    """Check, before any work begins, that the output files can be written; make their folders.
 
     Raises:
         ConfigurationError: a file cannot be written, or a picture cannot be drawn.
@@ -180,7 +180,7 @@ def _try_to_write(path: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the file's name to the error of a failed write, which lacks the name if the disk is full."""
+    """Add the file's name to the error of a failed write; on a full disk, the error does not have it."""
     try:
         yield
     except OSError as error:
@@ -219,7 +219,7 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def drawing(path: Path, size: tuple[float, float], title: str, panels: int = 1) -> Iterator[Any]:
-    """Yield matplotlib axes for a picture of this size in inches, which is saved at the end.
+    """Yield matplotlib axes for a picture of this size in inches; save the picture at the end.
 
     For several panels, yield a list of axes, side by side with a shared y axis.
     """
@@ -246,14 +246,14 @@ Bar: TypeAlias = Callable[..., None]
 def progress(
     *, shown: bool = True, keep: bool = False
 ) -> Iterator[Callable[[str], AbstractContextManager[Bar]]]:
-    """Show a progress bar per row on standard error; yield the function that opens a row.
+    """Show progress bars on standard error, one per row; yield the function that opens a row.
 
     Args:
         shown: whether this process reports for all ranks.
         keep: whether the bars stay on the terminal at the end.
 
-    If standard error is not a terminal, a row prints a line every half minute, and with ``keep`` one at
-    its end.
+    If standard error is not a terminal, each row prints a line every half minute, and with ``keep``
+    another one at its end.
     """
     console = Console(stderr=True)
     bar = Progress(

@@ -55,10 +55,9 @@ __all__ = [
     "read_machine",
 ]
 
-# a plan runs nothing, so its bounds exceed any machine; a single rank and an empty model get an answer
-# as well
+# a plan runs nothing, so its bounds exceed any machine; even a single rank or an empty model is allowed
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
-# these options describe a machine; plans in other packages use them as well
+# these options describe a machine; plans in other packages also use them
 Network = Annotated[
     str | None,
     option("bandwidth,latency, e.g. 10gbit,20us, or alpha=20us,beta=3ns/word.", "the machine's"),
@@ -113,10 +112,10 @@ def command(
         option("Write the plan as JSON to this file; -: to standard output, without the table."),
     ] = None,
 ) -> None:
-    """Predict which collective is fastest, and above which bandwidth and density dense is.
+    """Predict which collective is fastest, and above which bandwidth and density dense is faster.
 
     Times are those of the busiest rank for one step: selection and exchange.  With --optimizer, the
-    memory of a rank is predicted as well; without a network, only that.  No training is run.
+    memory of a rank is also predicted; if no network is given, only the memory.  No training is run.
     """
     require(not (all_ and algorithm), "--all and --algorithm; choose one of them")
     alone = json == Path("-")
@@ -198,7 +197,7 @@ def _in_table_1(text: str | None) -> list[str]:
     """Return the rows of Ok-Topk's Table 1 that a list names; without a list, return all rows."""
     if text is None:
         return list(TABLE_1)
-    # the table has the papers' names
+    # the table uses the papers' names
     found = list(labels(text, PRESETS, tell=False))
     missing = ", ".join(name for name in found if name not in TABLE_1)
     known = ", ".join(TABLE_1)
@@ -207,9 +206,9 @@ def _in_table_1(text: str | None) -> list[str]:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
-    """Return a plan as plain numbers and words.
+    """Return a plan as plain numbers and words, for JSON.
 
-    A break-even of 0 means that dense wins everywhere; null means that it wins nowhere.
+    A break-even point of 0 means that dense wins everywhere; null means that dense wins nowhere.
 
     Example:
         >>> made = as_json(plan(1_000_000, 4, Machine(), candidates()))
@@ -236,7 +235,7 @@ def read_machine(file: Path) -> Machine:
 
 
 def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machine:
-    """Return the measured machine, but with the given network and round trip, if any.
+    """Return the measured machine; a given network or round trip replaces the measured one.
 
     Raises:
         ConfigurationError: neither file nor network was given, or one of them is invalid.
@@ -252,7 +251,7 @@ def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machi
         machine = replace(machine, alpha=links.alpha, beta=links.beta, distance=0.0)
     if rtt is None:
         return machine
-    # a message's latency is work at both ends plus half a round trip; replace only the round trip
+    # a message's latency is the work at both ends plus half a round trip; replace only the latter
     way, alone = parse_seconds(rtt, "--rtt") / 2, machine.alpha - machine.distance
     return replace(machine, alpha=alone + way, distance=way)
 
@@ -278,7 +277,7 @@ def _over_ranks(plans: Mapping[int, Plan], machine: Machine, size: int) -> Group
         tables.append(Columns.by_ranks("collective", cells, f"\n{title}"))
     entries = dict.fromkeys(f"{made.k:,}" for made in plans.values())
     title = f"n = {size:,}, k = {', '.join(entries)}, {_links(machine)}"
-    # a grid, so that a narrow terminal breaks the sentences and not "P = 128"
+    # a grid, so that a narrow terminal wraps the sentences and not "P = 128"
     why = Grid.grid(padding=(0, 2))
     why.add_column(no_wrap=True)
     for p, made in plans.items():
@@ -293,7 +292,7 @@ def _links(machine: Machine) -> str:
 
 
 def _assumed(machine: Machine) -> list[str]:
-    """Say whose speed the ranks' own work is predicted with, unless it was measured."""
+    """State the assumed speed of the ranks' own work, unless it was measured."""
     links = {"alpha": machine.alpha, "beta": machine.beta, "distance": machine.distance}
     if machine != replace(Machine(), **links):
         return []
@@ -347,7 +346,7 @@ def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
 
 
 def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
-    """Show the memory of a rank: of training itself, then the addition of each way to attach."""
+    """Show a rank's memory: for training itself, then what each way to attach adds."""
     rows = [
         {
             "memory of a rank": f"+ {use.name}" if at else use.name,

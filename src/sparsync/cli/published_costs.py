@@ -1,4 +1,4 @@
-"""Table 1 of Ok-Topk as a plan: it counts only alpha per message and beta per word."""
+"""Table 1 of Ok-Topk as a plan: a cost is only alpha per message plus beta per word."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["PublishedRow", "published_rows", "show_published"]
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One algorithm at one world size; its fields are keys of the JSON."""
+    """One algorithm at one world size; its fields are the keys of the JSON."""
 
     collective: str  # name of the preset
     published: str  # name in the paper

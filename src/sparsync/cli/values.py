@@ -1,8 +1,7 @@
 """Checks of the commands' values before anything starts: bounds of numbers, files, memory.
 
-A type in this module is an annotation with a rule.  ``checked`` applies the rules to a command's
-parameters.  ``check_fields`` applies them to a settings class, which can also be used without a command
-line.
+A type in this module is annotated with a rule.  ``checked`` applies the rules to a command's parameters.
+``check_fields`` applies them to a settings class, which can also be used without a command line.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Bounds:
     """A number from ``least`` to ``most``.
 
     Args:
-        least: the smallest number; with ``above``, even this number is too small.
+        least: the smallest number; with ``above``, the number must be larger than this.
         most: the largest number; a larger one is a mistake, or more than any machine can handle.
 
     Example:
@@ -159,7 +158,7 @@ class Readable:
 Ranks = Annotated[int, Bounds(1, 4096)]
 Steps = Annotated[int, Bounds(1, 10**9)]
 Warmup = Annotated[int, Bounds(0, 10**9)]
-Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # the range of NumPy's generators, the smallest one
+Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # NumPy's generators have the smallest range
 Size = Annotated[int, Bounds(1, 10**6)]  # lengths of a batch, a layer or a window
 Elements = Annotated[int, Bounds(1, 10**12)]  # elements of a model
 Bytes = Annotated[float, Bounds(0, 10**18)]
@@ -210,7 +209,7 @@ def checked(command: Callable[..., T]) -> Callable[..., T]:
         _apply(hints, given)
         return command(**given)
 
-    # typer converts by type and ignores rules
+    # show typer the plain types: it uses them to convert, and does not know the rules
     shown = get_type_hints(command)
     for name, hint in hints.items():
         for extra in get_args(hint)[1:]:

@@ -67,9 +67,9 @@ __all__ = ["BenchSettings", "bench", "command"]
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Settings of a bench of collectives at all sizes and densities; fields with help are options."""
+    """The settings of a bench of collectives; fields with a help text are command-line options."""
 
-    collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")  # names, or with options
+    collectives: tuple[str, ...] = ("dense", "allgather", "oktopk")  # names, possibly with options
     ranks: Annotated[Ranks, ranks_option(8)] = 8
     sizes: tuple[int, ...] = (1_000_000,)
     densities: tuple[float, ...] = (0.01,)
@@ -126,13 +126,13 @@ class BenchSettings:
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab, simulates=True)
 
     def pace(self) -> Pace:
-        """Choose the steps of a row; results repeat under the virtual clock, so a short run is enough."""
+        """Return the pace of a row; under the virtual clock, times repeat exactly, so few steps do."""
         if not self.connection().simulated:
             return Pace(self.steps, self.warmup)
         return Pace(self.steps or 20, 5 if self.warmup is None else self.warmup)
 
     def cases(self) -> list[Case]:
-        """Return one case per row, collectives side by side."""
+        """Return one case per row, with the collectives of one size and density next to each other."""
         return [
             Case(name, self.ranks, size, density, self.input, self.seed, self.links)
             for size in self.sizes
@@ -181,8 +181,8 @@ def command(
     """Measure collectives on every step: their time, their volume against its bound, and correctness.
 
     Each step feeds a fresh gradient to a whole reducer with error feedback: selection, exchange and
-    commit. "sim" charges only communication; the row dense is gloo's native allreduce, or MPI's over
-    mpi. The exit code is 1 if a result is wrong.
+    commit. With "sim", only communication takes time. The row dense is gloo's native allreduce; with
+    "mpi", it is MPI's. The exit code is 1 if a result is wrong.
     """
     require(not (kernels and selectors), "--kernels and --selectors; choose one of them")
     if kernels or selectors:
@@ -242,7 +242,7 @@ def command(
 
 
 def _refuse_ignored(kind: str, own: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse options of collectives when kernels or selectors are measured."""
+    """Refuse options that apply only to collectives if kernels or selectors are measured."""
     parameters = inspect.signature(command).parameters
     usual = {"ranks": launched_ranks(8)}
     used = ("input", "seed") if kind == "--selectors" else ("seed",)
@@ -252,7 +252,7 @@ def _refuse_ignored(kind: str, own: dict[str, Any], given: dict[str, Any]) -> No
 
 
 def bench(settings: BenchSettings) -> list[Row] | None:
-    """Measure all rows; return None on the other ranks of a launcher.
+    """Measure all rows; under a launcher, only rank 0 returns them, and the others return None.
 
     Example:
         >>> settings = BenchSettings(("oktopk",), ranks=4, sizes=(4000,), steps=2, warmup=0)

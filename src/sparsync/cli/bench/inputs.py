@@ -1,7 +1,7 @@
 """Gradients for benches and claim tests, deterministic in (seed, step, rank).
 
-The inputs differ in their supports, because the volume of a sparse collective depends on where the ranks'
-large entries are, and on whether these coincide.
+The inputs differ in the positions of the ranks' large entries.  The volume of a sparse collective depends
+on these positions, and on whether they coincide between ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Draw:
         return torch.randn(size, generator=generator)
 
     def within(self, owner: int) -> Tensor:
-        """Return normal numbers in the even region ``owner`` (modulo P), and zeros elsewhere."""
+        """Return normal numbers in the region ``owner`` (modulo P) of P equal ones, zeros elsewhere."""
         boundaries = even_boundaries(self.size, self.world_size)
         start, stop = boundaries[owner % self.world_size :][:2]
         values = torch.zeros(self.size)
@@ -97,7 +97,7 @@ def _heavy_tailed(draw: Draw) -> Tensor:
 def _clustered(draw: Draw) -> Tensor:
     values = draw.normal(draw.size)
     width = max(draw.size // _CLUSTER_FRACTION, 1)
-    places = _generator("places", draw.seed)  # places are the same for all ranks and steps
+    places = _generator("places", draw.seed)  # the same for all ranks and steps
     scale = torch.full_like(values, _NOISE)
     for start in torch.randint(max(draw.size - width, 1), (_CLUSTERS,), generator=places).tolist():
         scale[start : start + width] = 1.0
@@ -105,7 +105,7 @@ def _clustered(draw: Draw) -> Tensor:
 
 
 def _overlapping(draw: Draw) -> Tensor:
-    """Draw large values at places that all ranks share, and that are new on every step."""
+    """Draw large values at positions that all ranks share and that change on every step."""
     places = torch.rand(draw.size, generator=_generator("places", draw.seed, draw.step))
     return draw.normal(draw.size) * torch.where(places < _OVERLAP, 1.0, _NOISE)
 

@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 _KEYS = 512  # number of keys to count, as many as a fine histogram has bins
-_BLOCK = 128  # block of int8, as in the codec
-_LEVEL_BLOCK, _LARGEST = 512, 2.0**120  # block of levels, as in ``attach``; the largest scale
+_BLOCK = 128  # elements per block of the int8 codec
+_LEVEL_BLOCK, _LARGEST = 512, 2.0**120  # elements per block of levels (``attach``'s); largest scale
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class KernelRow:
 
     kernel: str
     speedup: float  # seconds_torch / seconds
-    over_add: float  # seconds over those of ``residual.add_(gradient)`` on the whole vector
-    # for n float32 elements, even if the kernel reads only some of them
+    over_add: float  # seconds / seconds of ``residual.add_(gradient)`` on the whole vector
+    # computed for n float32 elements, even if the kernel reads only some of them
     gigabytes_per_second: float
     seconds: float  # best of the repetitions, including the wait for the device
-    seconds_torch: float  # the same for the specification, in torch operations
+    seconds_torch: float  # the same for the torch operations that specify the kernel
     equal: bool  # whether the results are bit-identical
     backend: str  # "triton", the instruction set of the C++ kernels, or "torch" without either
     device: str
@@ -78,8 +78,8 @@ def bench_kernels(
         size: number of elements n; the default is VGG-16's.
         density: k / n; twice as many elements are candidates.
         streams: number of ranks P whose entries are merged, in a region of n / P elements.
-        repetitions: number of timed calls, of which the fastest counts; one more call before them
-            warms up and compiles.
+        repetitions: number of timed calls, of which the fastest counts; an additional, untimed call
+            before them warms up and compiles.
         seed: seed of the vectors.
 
     Raises:
@@ -115,7 +115,7 @@ def bench_kernels(
 
 
 def kernel_table(rows: Sequence[KernelRow]) -> Columns:
-    """Show the rows, ratios first."""
+    """Return the table of the rows, in which the ratios come first."""
     first = rows[0]
     title = (
         f"{first.backend} on {first.device}, {first.threads} threads: "
@@ -144,7 +144,7 @@ def _best(
     repetitions: int,
     in_place: bool = False,
 ) -> tuple[float, Any]:
-    """Return the fastest time of a call, and the last result, with its arguments if ``in_place``."""
+    """Return the fastest time of a call and its last result, which has its arguments if ``in_place``."""
     best, outcome = float("inf"), None
     for repetition in range(repetitions + 1):
         arguments = make()

@@ -58,8 +58,8 @@ def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
 class Pace:
     """Chooses how many steps of a row to run under the wall clock.
 
-    A number that is not given is chosen by the row's speed.  So dense steps of ten seconds and sparse
-    ones of ten milliseconds both finish in reasonable time with a meaningful median.
+    A number that is not given depends on the row's speed.  Dense steps of ten seconds and sparse steps
+    of ten milliseconds then both finish in reasonable time and have a meaningful median.
 
     Example:
         >>> pace = Pace(steps=None, warmup=None)
@@ -76,7 +76,7 @@ class Pace:
         """Return whether the warm-up is over, given the seconds of its steps so far."""
         if self.warmup is not None:
             return len(durations) >= self.warmup
-        # by then, error feedback and thresholds have settled, or long steps have used up their time
+        # five steps are enough for error feedback and thresholds to settle; long steps get only 5 s
         return len(durations) >= 5 or sum(durations) >= 5.0
 
     def timed(self, durations: Sequence[float]) -> int:
@@ -97,12 +97,13 @@ class Outcome:
     """The outcome of one step over all ranks."""
 
     seconds: float  # the whole ``reduce()`` on the slowest rank
-    exchange: float | None  # from selected to total on the slowest rank; None: not timed alone
+    exchange: float | None  # from selection to total on the slowest rank; None: not timed alone
     sent: int  # largest number of bytes that a rank sent
     received: int
     verdict: Verdict
-    in_full: bool = True  # verified by the sum and the law; otherwise only that totals are equal
-    # most bytes on any link of a lab in one direction, counted by the kernel
+    # whether the sum and the law of conservation were verified, or only the equality of the totals
+    in_full: bool = True
+    # the kernel's count of bytes in one direction, on the link of the lab that carried most
     kernel: int | None = None
     # processor seconds of the exchange over all threads, mean over ranks
     processor: float | None = None
@@ -121,7 +122,7 @@ class Measured:
         default_factory=dict
     )  # seconds of rank 0 by stage, over all steps
     add_seconds: Sequence[float] = ()  # seconds of ``residual.add_(gradient)`` on the slowest rank
-    add_processor: Sequence[float] = ()  # its processor seconds, mean over ranks
+    add_processor: Sequence[float] = ()  # processor seconds of the same addition, mean over ranks
 
 
 def measure(
@@ -141,7 +142,8 @@ def measure(
         transport: with "sim", the clock is virtual.
         pace: chooses the number of steps.
         verified: see ``verified_in_full``.
-        advance: called after every step with the number of steps, or None while it is undecided.
+        advance: called after every step with the total number of steps, or with None until that
+            number is decided.
     """
     every, ends = verified
     turns = (False,) if transport == "sim" else (False, True)
@@ -156,7 +158,7 @@ def measure(
     while not pace.warm([outcome.seconds for outcome in outcomes]):
         do(None)
     warmup, steps = len(outcomes), pace.timed([outcome.seconds for outcome in outcomes])
-    closing = ends and not every  # copies would disturb the clock, so verify one more, untimed step
+    closing = ends and not every  # copies would distort the times, so verify an untimed step
     total = warmup + len(turns) * steps + closing
     timed = [do(total, alone=alone) for _ in range(steps) for alone in turns]
     if closing:
@@ -198,7 +200,7 @@ class SimulatedRanks:
         return replace(simulation, results=[rank.evidence() for rank in kept])
 
     def outcome(self, in_full: bool, alone: bool) -> Outcome:
-        """Run the next step of all ranks and judge it; the exchange is always timed alone as well."""
+        """Run and judge the next step of all ranks; the exchange always gets its own time."""
         simulation, k = self.step(keep=in_full), self.case.k
         if in_full:
             verdict = judge(k, simulation.results)

@@ -54,9 +54,10 @@ class Team:
         verified: tuple[bool, bool],
         advance: Callable[[int | None], None],
     ) -> Measured:
-        """Measure a row; all ranks call this, and decide by the slowest rank's clock.
+        """Measure a row; all ranks call this, and the slowest rank's times decide the number of steps.
 
-        Rank 0 checks the sum and the law; the other ranks only check that totals are equal.
+        Rank 0 checks the sum and the law of conservation; the other ranks only check that totals are
+        equal.
         """
         with self.connection.open(case.name) as comm:
             rank = WatchedReducer(case, comm)
@@ -73,7 +74,7 @@ class Team:
         start = self.line.wait()
         run(rank.reducer.reduce([mine]))
         end = time.perf_counter() - seen.copying
-        # after this barrier, all messages have arrived and been counted by the kernel
+        # after this barrier, all messages have arrived and the kernel has counted them
         dist.barrier(group=self.group)
         after = local_traffic() or (0, 0)
         counted = max(now - then for now, then in zip(after, before, strict=True))
@@ -105,7 +106,7 @@ class Team:
         )
 
     def _collect(self, mine: Evidence) -> Iterator[Evidence]:
-        """Yield all ranks' evidence in rank order on rank 0, nothing on others; all ranks call this.
+        """Yield every rank's evidence on rank 0, in rank order; all ranks call this to send theirs.
 
         Evidence passes through the group's store, which is not on the links of a lab.  With n = 14.7 M
         and P = 8, the residuals and accumulated gradients alone are 0.8 GB, which would keep a link of
@@ -115,7 +116,7 @@ class Team:
         if self.rank:
             raw = bytes(packed(mine))
             for number, start in enumerate(range(0, len(raw) + 1, _PIECE)):
-                piece: Any = raw[start : start + _PIECE]  # torch's stubs declare str
+                piece: Any = raw[start : start + _PIECE]  # Any, because torch's stubs declare str
                 store.set(f"evidence {self.rank}/{number}", piece)
             return
         yield mine

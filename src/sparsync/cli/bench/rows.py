@@ -1,6 +1,6 @@
-"""The rows of ``sparsync bench``: measurements, claims and bounds; and the tables of rows.
+"""The rows of ``sparsync bench`` (measurements, claims and bounds), and the tables that show them.
 
-Tables start with ratios, which are comparable between machines.
+Tables start with the ratios, because these can be compared between machines.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _BITS_PER_BYTE = 8
 
 @dataclass(frozen=True)
 class Row:
-    """The measurements of one collective; fields are keys of the JSON, and None where they do not apply.
+    """The measurements of one collective; the field names are the keys of the JSON.
 
-    Maxima and minima are over all ranks and all steps, including the warm-up.  Times are those of the
-    slowest rank, over timed steps.  Words have 4 bytes.
+    Fields that do not apply are None.  Maxima and minima are over all ranks and all steps, including the
+    warm-up.  Times are the slowest rank's, over the timed steps.  A word has 4 bytes.
     """
 
     collective: str
@@ -45,17 +45,17 @@ class Row:
     density: float
     k: int
     input: str
-    steps: int  # steps timed as a whole; as many more have the exchange timed alone
+    steps: int  # steps timed as a whole; as many again are run to time the exchange alone
     warmup: int
     steps_total: int  # all steps of the row, including untimed ones
     steps_verified: (
-        int  # steps verified by the sum and the law; on the others, totals were compared
+        int  # steps verified by the sum and the law; on the others, totals were only compared
     )
     seed: int
     seconds_25: float
     seconds_median: float  # seconds of the whole ``reduce()``: accumulate, select, exchange, commit
     seconds_75: float
-    seconds_exchange_median: float  # from selected to total, from a common start
+    seconds_exchange_median: float  # from selection to total, with a common start
     seconds_local_median: float  # the whole minus the exchange
     seconds_add_median: float | None  # seconds of ``residual.add_(gradient)`` on all ranks at once
     processor_exchange_median: (
@@ -65,7 +65,7 @@ class Row:
     seconds_stages: dict[
         str, float
     ]  # mean seconds per step of rank 0, by stage of ``ledger.STAGES``
-    # time on the link for max(sent, received) of the median step, less the link's burst
+    # seconds that the link needs for max(sent, received) of the median step, without the link's burst
     wire_seconds: float | None
     bytes_sent_max: int
     bytes_received_max: int
@@ -75,7 +75,7 @@ class Row:
     # entries of the total / min(k, entries of the sum of selections); dense: 1
     entries_min: float
     law_error_max: float | None  # error of the law of conservation, in units of its tolerance
-    wrong: int  # entries of totals that differ between ranks or from the sum of the delivered
+    wrong: int  # entries of totals that differ between ranks or from the sum of delivered entries
     links: str | None = None  # the lab's links, as ``parse_links`` reads them
 
     @property
@@ -137,10 +137,11 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
-    """Return a row's times relative to those of others in the same run, as keys of the JSON.
+    """Return a row's times as ratios, keyed as in the JSON.
 
-    Speed-ups are relative to the row "dense" of the same size and density.  The exchange is relative to
-    the time of its bytes on the link, the rest to ``residual.add_(gradient)``.
+    Speed-ups are relative to the row "dense" of the same run, size and density.  The exchange's time is
+    relative to the time that its bytes need on the link.  The remaining time of the step is relative to
+    ``residual.add_(gradient)``.
     """
 
     def over(one: float | None, other: float | None) -> float | None:
@@ -159,7 +160,7 @@ def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a row and its ratios in the form used in the JSON."""
+    """Return the row's entry in the JSON, including its ratios."""
     return {**asdict(row), **ratios(row, rows)}
 
 

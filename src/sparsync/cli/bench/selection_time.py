@@ -1,4 +1,4 @@
-"""The time to select k of n, for each selector over sizes of the residual (RedSync, Figure 3)."""
+"""How long each selector takes to select k of n entries, by size of the residual (RedSync, Figure 3)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SelectorSettings:
 
     sizes: tuple[int, ...]  # sizes of the residual in bytes; float32
     density: float = 0.001  # k / n (RedSync: 0.1 %)
-    # "uniform" on [0, 1) as in the figure, "normal", or "residual" as after rounds of error feedback
+    # "uniform" on [0, 1) as in the figure, "normal", or "residual": after rounds of error feedback
     input: str = "uniform"
     device: str = "cpu"
     seed: Seed = 0  # seed of the residual and of the gradients
@@ -70,14 +70,14 @@ class SelectorSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         check_density(self.density)
-        copies = 4 * max(self.sizes)  # residual, gradients, and the memory of a sort
+        copies = 4 * max(self.sizes)  # the residual, the gradients and a sort's memory
         check_memory(f"selectors at {format_size(max(self.sizes))}", copies, "give smaller --sizes")
         check_device(self.device)
         check("input", self.input, self.input in SELECTOR_INPUTS, ", ".join(SELECTOR_INPUTS))
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Read sizes in bytes, e.g. "64KB,512MB"; 1 KB are 1,024 bytes.
+    """Read sizes in bytes, e.g. "64KB,512MB"; 1 KB is 1,024 bytes.
 
     Example:
         >>> parse_sizes("64KB, 1MB")
@@ -108,15 +108,18 @@ def format_size(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class SelectorRow:
-    """One selector at one size; fields are keys of the JSON, and None if it selects no entries."""
+    """One selector at one size; the field names are the keys of the JSON.
+
+    The rows that only add or read the residual have None in the fields about selected entries.
+    """
 
     selector: str
     nbytes: int  # bytes of the residual
-    speedup: float  # seconds of torch.topk at this size over those of the selector
-    over_read: float  # seconds of the selector over those of reading the residual once
+    speedup: float  # seconds of torch.topk at this size / seconds of the selector
+    over_read: float  # seconds of the selector / seconds to read the residual once
     entries_over_k: float | None  # entries selected by the last call, over k
     recall: float | None  # fraction of the k largest entries that were selected
-    correct: bool  # whether the k largest were selected, if that is promised
+    correct: bool  # False if the selector promises the k largest, but did not select them
     # median time of one call in seconds; on the CPU, the processor time of its single thread
     seconds: float
     samples: int
@@ -129,14 +132,14 @@ class SelectorRow:
 
 @dataclass
 class _Line:
-    """One line of the figure."""
+    """One line of the figure: a selector, or an operation to compare the selectors with."""
 
     name: str
     prepare: Callable[[], object]  # makes the next step's data; not timed
     run: Callable[[], Tensor]  # returns the selected values
     exact: bool | None = False  # whether the k largest are promised; None: selects nothing
     period: int = 1  # number of successive calls that differ; a sample is their mean
-    warmup: int = 1  # number of untimed calls before
+    warmup: int = 1  # number of untimed calls before the first sample
     samples: list[float] = field(default_factory=list)  # seconds per call
 
     def sample(self, clock: Callable[[], float]) -> Tensor:
@@ -163,9 +166,9 @@ def _judge(x: Tensor, k: int, values: Tensor) -> tuple[float, float]:
 def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
     """Time every selector at every size, from the smallest; torch.topk comes first, a plain read last.
 
-    Between two calls, a small gradient is added to the residual or subtracted, so that thresholds move.
-    Like an accumulation, this also leaves the residual in the caches.  On the CPU, all selectors run on
-    one thread, as torch.topk always does.
+    Between two calls, a small gradient is added to the residual or subtracted from it, so that the
+    threshold changes.  This also leaves the residual in the caches, as accumulation does in training.
+    On the CPU, all selectors run on one thread, because torch.topk always does.
     """
     rows = []
     with on_one_thread(), progress() as bar:
@@ -178,7 +181,7 @@ def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
 def _rows(
     settings: SelectorSettings, nbytes: int, advance: Callable[[int | None], None]
 ) -> list[SelectorRow]:
-    """Measure one size, alternating between selectors, so that other load affects all equally."""
+    """Measure one size, alternating between selectors so that other load affects all of them equally."""
     size = nbytes // _ITEM
     k = max(round(settings.density * size), 1)
     x, gradient = _data(settings, size, k)
@@ -224,7 +227,7 @@ def _clock_of_gpu() -> float:
 
 
 def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return a residual, and a gradient that moves its threshold a little."""
+    """Return a residual, and a gradient that changes its threshold a little."""
     generator = torch.Generator(settings.device).manual_seed(settings.seed)
     draw = partial(torch.randn, size, generator=generator, device=settings.device)
     if settings.input == "uniform":
@@ -240,7 +243,7 @@ def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor
 
 
 def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
-    """Return the lines in order; none of them moves ``x`` far from its present values."""
+    """Return the lines in order; as the gradient's sign alternates, ``x`` stays near its first values."""
 
     def move() -> Tensor:
         return x.add_(gradient.neg_())

@@ -24,7 +24,8 @@ from sparsync.units import Slot, Unit
 __all__ = ["Case", "Evidence", "Verdict", "WatchedReducer", "compare", "digest", "judge"]
 
 _ROUNDING = 2.0**-24  # half a unit in the last place of float32
-_TINY = 2.0**-150  # below every float32, so where nothing was accumulated, nothing may differ
+# below every positive float32, so that an element to which nothing was added must be exactly 0
+_TINY = 2.0**-150
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class _Watched(Collective):
         """Prepare for the next call.
 
         Args:
-            keep: whether to store copies of the vectors, because the reducer may overwrite its buffers.
+            keep: whether to store the vectors; they are copied, because the reducer may overwrite its
+                buffers.
             fence: called before the exchange, which starts when ``fence`` returns; None to start at
                 once.
         """
@@ -115,7 +117,7 @@ def _copy(vector: Vector) -> Vector:
 
 @final
 class WatchedReducer:
-    """A rank's real reducer; ``seen`` is its collective, with the last step's vectors and times."""
+    """A rank's real reducer; its collective ``seen`` stores the last step's vectors and times."""
 
     def __init__(self, case: Case, comm: Communicator) -> None:
         algorithm = algorithm_of(case.collective)
@@ -204,7 +206,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
             accumulated, magnitude, residual, delivered = torch.zeros(4, len(dense)).double()
             selected, differs = torch.zeros_like(dense), torch.zeros_like(dense, dtype=torch.bool)
         accumulated += mine.accumulated
-        # a codec may deliver more than the entry (a mean); rounding errors are relative to that
+        # a codec may deliver a value larger than the entry, e.g. a mean, with an error relative to that
         magnitude += mine.accumulated.abs().maximum(given.abs()) + lost.abs()
         residual += mine.residual + lost
         delivered += given - lost
@@ -214,17 +216,17 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
     tolerance = (ranks + 2) * _ROUNDING * magnitude
     wrong = differs | ~((dense.double() - delivered).abs() <= tolerance)
     errors = (accumulated - dense.double() - residual).abs() / tolerance.clamp(min=_TINY)
-    worst = torch.finfo(errors.dtype).max  # stands for NaN, which JSON does not have
+    worst = torch.finfo(errors.dtype).max  # replaces NaN, which JSON cannot represent
     errors = errors.nan_to_num(nan=worst, posinf=worst)
     law_error = float(errors.max()) if errors.numel() else 0.0
     return Verdict(int(wrong.sum()), law_error, _entries(k, int(selected.count_nonzero()), total))
 
 
 def compare(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
-    """Judge a step by one rank's total and the digests of all ranks' totals, without the law.
+    """Judge a step by one rank's total and the digests of all ranks' totals; skip the law.
 
-    ``selected`` is the largest number of entries that any rank selected.  The sum has at least as many,
-    unless some cancel to 0.
+    ``selected`` is the largest number of entries that any rank selected.  The sum has at least as many
+    entries, unless some cancel to 0.
     """
     return Verdict(len(digests) - 1, 0.0, _entries(k, selected, total))
 
@@ -235,7 +237,7 @@ def _entries(k: int, selected: int, total: Vector) -> float:
 
 
 def digest(total: Vector) -> int:
-    """Return a 63-bit hash of a total, which is equal if totals are bit-identical.
+    """Return a 63-bit hash of a total; bit-identical totals have equal hashes.
 
     Example:
         >>> one, other = (DenseVector(torch.tensor([x, 0.0])) for x in (1.0, 2.0))

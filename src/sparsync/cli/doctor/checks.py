@@ -81,7 +81,7 @@ def equal(name: str, values: Sequence[str], level: Literal["note", "bad"], advic
 
 
 def _threads(facts: Facts, ranks: int) -> Check:
-    """Check threads and cores of a machine with this many ranks."""
+    """Check whether a machine with this many ranks has enough cores for their threads."""
     where = f"{ranks} rank(s) with {facts.threads} thread(s) each on {facts.cores} core(s)"
     if ranks * facts.threads <= facts.cores:
         return Check("ok", where)
@@ -94,7 +94,7 @@ def _threads(facts: Facts, ranks: int) -> Check:
 
 
 def check_links(found: Calibration, walls: Sequence[float]) -> Iterator[Check]:
-    """Check links and clocks; ``walls`` are offsets of wall clocks from monotonic ones, in seconds."""
+    """Check links and clocks; ``walls`` has the seconds by which wall clocks exceed monotonic ones."""
     if not found.links:
         yield Check("note", "a single rank: there are no links to measure", "start more ranks")
         return

@@ -125,7 +125,7 @@ def command(*, json: Json = None, **fields: Any) -> None:
 
 
 def doctor(settings: DoctorSettings) -> Examination | None:
-    """Examine a group; return None on the other ranks of a launcher."""
+    """Examine a group; under a launcher, only rank 0 returns the findings, and the others None."""
     about = settings.seconds + 3  # ranks take about 3 s to start
     text = f"examining {settings.ranks} rank(s), about {about:.0f} s"
     with progress(shown=leads()) as row, row(text):
@@ -134,7 +134,7 @@ def doctor(settings: DoctorSettings) -> Examination | None:
 
 
 def examine(settings: DoctorSettings) -> Examination:
-    """Run one rank of the examined group; the result is the same on all ranks.
+    """Examine the group; all of its ranks call this, and get the same result.
 
     Raises:
         PeerError: ranks run different versions of sparsync.
@@ -156,7 +156,7 @@ def examine(settings: DoctorSettings) -> Examination:
 
 
 def _check_start(comm: Communicator) -> Check:
-    """Check that models with the same seed start equal on all ranks."""
+    """Check that models initialised with the same seed are equal on all ranks."""
     draw = torch.Generator().manual_seed(0)
     weight = torch.nn.init.xavier_normal_(torch.empty(64, 64), generator=draw)
     try:
@@ -182,7 +182,7 @@ def page(found: Examination) -> Group:
 
 
 def sentence(found: Examination, *, elements: int = 14_728_266) -> str:
-    """Apply the findings to a training run, e.g. VGG-16 on CIFAR-10 (Ok-Topk, Table 2)."""
+    """Predict the time of a dense allreduce, by default of VGG-16's parameters (Ok-Topk, Table 2)."""
     machine, ranks = found.calibration.machine, len(found.facts)
     if ranks == 1:
         return "One rank exchanges nothing; start the doctor with the ranks of your job."
@@ -196,7 +196,7 @@ def sentence(found: Examination, *, elements: int = 14_728_266) -> str:
 
 
 def as_json(found: Examination) -> dict[str, Any]:
-    """Return plain numbers; ``Machine.from_json`` reads the "machine" among them."""
+    """Return the findings as plain values for JSON; ``Machine.from_json`` reads the key "machine"."""
     first, *_ = found.facts
     return {
         **asdict(found.calibration),
@@ -224,7 +224,7 @@ def _heading(found: Examination) -> str:
 
 
 def _measured(found: Calibration) -> Columns:
-    """Show the measured numbers with their intervals."""
+    """Show the measured numbers with their 95 % intervals."""
     machine, ends, rows = found.machine, found.intervals, []
     for name, what, write in (
         ("alpha", "a message's latency", format_seconds),

@@ -12,7 +12,9 @@ from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["bytes_in_flight", "check_far", "round_trip", "window"]
 
-_FAR: Final = 0.01  # seconds of a round trip; every pause costs a few round trips
+# seconds of a round trip from which links count as far: after a pause, TCP needs a few round trips to
+# regain its rate
+_FAR: Final = 0.01
 # The fraction of a window that may be in flight without a warning.  The kernel charges 2.3 KB for a
 # packet of 1.5 KB, so a window that is 0.63 full may already be the limit.
 _FULL: Final = 0.5
@@ -24,7 +26,7 @@ _SHRINKING: Final = ("reno", "cubic")
 # The bytes sent at once if windows are kept through a pause, and the seconds of data that a link's
 # queue holds.  Bytes that do not fit into the queue are lost, which costs more than a slow start.
 _BURST, _QUEUE = 1_000_000, 0.1
-_TIMEOUT: Final = 0.2  # seconds, in addition to a round trip, after which TCP forgets the rate
+_TIMEOUT: Final = 0.2  # after a pause of this many seconds and a round trip, TCP forgets the rate
 
 
 def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
@@ -59,8 +61,8 @@ def round_trip(found: Calibration) -> float:
     """Return the seconds of an empty message and its answer between the most distant ranks.
 
     This is twice the latency fitted to all links, or the sum of a pair's two latencies if that is
-    larger.  If only some links are far, their share of a round varies; a single pair's latencies may be
-    too small because of errors in its clocks.
+    larger.  Either may be too small: the fit if only some links are far, because their share of a round
+    varies, and a pair's latencies because of errors in its clocks.
 
     Example:
         >>> from sparsync.cost.links import Link
@@ -76,7 +78,7 @@ def round_trip(found: Calibration) -> float:
 
 
 def bytes_in_flight(found: Calibration) -> float:
-    """Return the bytes that fill the links: the lower end of their rate, times the round trip."""
+    """Return the bytes that fill the links: their rate (the lower end of its interval) times the RTT."""
     _, slowest = found.intervals["beta"]
     return round_trip(found) / slowest if slowest > 0 else 0.0
 

@@ -43,10 +43,10 @@ class Facts:
     cores: int  # number of cores that this process may use
     threads: int  # number of threads that torch uses
     openmp: int  # number of loaded OpenMP runtimes
-    backends: dict[str, str]  # transports and devices by name, with their versions, if any
+    backends: dict[str, str]  # installed transports and devices: name -> version, if it has one
     loopback: bool  # whether gloo listens where no other host can reach it
     machine: str  # digest that all ranks of a machine share
-    network: str  # equal for ranks on one network stack: containers of a machine have several
+    network: str  # equal for ranks that share a network stack; containers may have their own
     host: str | None  # host name, if requested
     wall: float  # offset of the wall clock from the monotonic clock, in seconds
     mpi: str | None  # the MPI library, if MPI carries the messages
@@ -104,7 +104,7 @@ def check_versions(everyone: Sequence[Facts]) -> None:
 
 
 def some(ranks: Sequence[int], *, most: int = 6) -> str:
-    """Return a text that names the first of these ranks."""
+    """Return a text that names at most the first ``most`` of these ranks."""
     more = ", ..." if len(ranks) > most else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
 
@@ -131,10 +131,9 @@ def _backends() -> dict[str, str]:
 
 
 def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[int, ...]]:
-    """Return some kernel settings as numbers, by name; unknown ones are left out.
+    """Return the kernel's TCP settings for far links by name, without those that it does not have.
 
-    The settings belong to the process's network stack; in a container, they may differ from those of
-    the host.
+    The settings belong to the process's network stack; a container's may differ from the host's.
     """
     found = {}
     for name in _TCP:
@@ -152,7 +151,7 @@ def _text(file: Path) -> str:
 
 
 def free_bytes(meminfo: str) -> int | None:
-    """Return the bytes that programs can still take without swapping, or None except on Linux."""
+    """Return the bytes that programs can still allocate without swapping; None except on Linux."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
     return 1024 * int(found[1]) if found else None
 

@@ -13,7 +13,7 @@ from sparsync.cost.wording import format_bytes
 
 __all__ = ["check_memory"]
 
-# density of gradients, whose entries take 3 % of the residual's bytes
+# assumed density of the gradients; at this density, the entries take 3 % of the residual's bytes
 _DENSITY: Final = 0.01
 
 
@@ -47,7 +47,7 @@ def check_memory(everyone: Sequence[Facts], size: int, optimizer: Optimizer) -> 
                 return Check("note", what, f"{way.name}: attach chooses it by itself")
             return Check("ok", what)
         if not apart:
-            break  # on the host, offloading frees nothing
+            break  # without an accelerator, offloading to the host frees nothing
     nothing = Footprint("", 0, 0)
     if _fits(training, nothing, device, host):
         need = _text(training, ways[0], apart)

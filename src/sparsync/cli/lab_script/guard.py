@@ -1,10 +1,10 @@
 """End all processes in a lab's namespaces; as a program, do so once the lab's process is gone.
 
-``python -I -S guard.py FILE...`` waits until its standard input ends.  The files are the namespaces; as
-long as they are open, no other namespace gets their numbers.  Processes are found by their namespace,
-because a script may start others in new sessions, as torchrun does.
+``python -I -S guard.py FILE...`` waits until its standard input ends.  Each file is a namespace; as long
+as it is open, no other namespace gets the same inode number.  Processes are found by their namespace,
+because a script may start processes in new sessions, as torchrun does.
 
-The program starts at once, because it imports nothing from sparsync.
+The program imports nothing from sparsync, so that it starts at once.
 """
 
 import os

@@ -23,7 +23,7 @@ _JOB: Final = "sparsync-lab"
 def rank_variables(
     rank: int, addresses: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank, and those for a torchrun that a script starts.
+    """Return the variables that torchrun sets for a rank, and options for a torchrun in the script.
 
     Args:
         rank: this rank.
@@ -45,10 +45,10 @@ def rank_variables(
         "WANDB_MODE": "offline",
         # the lab has no name server either, so torch would warn that addresses have no names
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # torchruns that restart workers would reuse the store, and the last round's addresses in it
+        # after restarting its workers, torchrun would reuse the store with the last round's addresses
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    # the variables of one machine with all ranks, as under torchrun --nproc-per-node
+    # as if all ranks were on one machine, under torchrun --nproc-per-node
     workers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -85,8 +85,8 @@ def check_script(words: Sequence[str], ranks: int, environ: Mapping[str, str]) -
     """Return the command with the path of its program; refuse a command that cannot run in the lab.
 
     Raises:
-        ConfigurationError: the program does not exist, or its torchruns would not meet as nodes of the
-            lab.
+        ConfigurationError: the program does not exist, or is a torchrun whose options would keep the
+            ranks' torchruns from forming one job.
     """
     require(bool(words), "lab: no script; write it after --, as in -- python train.py")
     program, *rest = words

@@ -29,7 +29,7 @@ _OF_A_SIGNAL = 128  # a shell's exit code for a signal is this plus the signal's
 @final
 @dataclass(frozen=True)
 class ScriptResult:
-    """One run of a script; fields are keys of the JSON, and lists are by rank unless stated otherwise."""
+    """One run of a script; the fields are the JSON's keys, and lists have one value per rank."""
 
     run: str  # "script"; with --compare "dense" and "attached"
     command: list[str]
@@ -41,7 +41,7 @@ class ScriptResult:
     seconds_start: float  # seconds before that: imports, and building the model
     bytes_sent: list[int]  # bytes on the rank's link, as counted by the kernel
     bytes_received: list[int]
-    sampled_seconds: list[float]  # seconds since the start; not by rank
+    sampled_seconds: list[float]  # seconds since the start, one per sample
     sampled_bytes_sent: list[int]  # bytes sent by then, on the rank that sent most in total
 
     @property
@@ -68,8 +68,8 @@ def run_script(
     """Run a command on every rank, each behind its own link; return what the kernel counted.
 
     The output of rank r is forwarded line by line, prefixed with ``[r]``.  Once a rank has failed, the
-    others have ``grace`` seconds to end by themselves.  If a signal ends a rank, its own processes end as
-    well, as on a lost machine.  In any case, no process is left in the lab.
+    others have ``grace`` seconds to end by themselves.  If a signal ends a rank, the processes that it
+    started are killed, as if its machine were lost.  In any case, no process is left in the lab.
 
     Args:
         command: a program and its arguments.
@@ -78,8 +78,8 @@ def run_script(
         run: name of this run in its result.
         variables: further environment variables of the ranks.
         grace: seconds that the other ranks have to end by themselves after one has failed.
-        elastic: ranks may come and go, so start torchft's lighthouse on a separate link, and do not
-            end the others when a rank fails.
+        elastic: whether ranks may come and go; if so, torchft's lighthouse is started on a separate
+            link, and the failure of a rank does not end the others.
     """
     places = ranks + elastic
     with (

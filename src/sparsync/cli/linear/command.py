@@ -33,7 +33,7 @@ def _exchanges(text: str) -> tuple[str, ...]:
 
 
 def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
-    """Train once per exchange; return None on the other ranks of a launcher.
+    """Train once per exchange; under a launcher, only rank 0 returns results, and the others None.
 
     Example:
         >>> small = {"ranks": 2, "rows": 200, "dimensions": 5_000, "epochs": 2}
@@ -45,7 +45,7 @@ def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
     from sparsync.cli.linear.rank import (
         simulate_all,
         train_all,
-    )  # imports SciPy, so only where it is used
+    )  # imported here because it imports SciPy
 
     connection = settings.connection()
     if connection.simulated:
@@ -86,7 +86,7 @@ def command(
     json: Json = None,
     **fields: Any,
 ) -> None:
-    """Train a linear model on sparse data, data-parallel, by a lossless sparse exchange.
+    """Train a linear model on sparse data, data-parallel, with a lossless sparse exchange.
 
     Messages are as sparse as the data, and nothing is dropped, so losses equal those of the dense
     exchange (--compare dense). Starts local ranks, or runs inside a launcher's.
@@ -136,7 +136,7 @@ def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, 
             )
     check_outputs(json)
     check_outputs(out)
-    # these import SciPy, so only where they are used
+    # imported here because they import SciPy
     from sparsync.cli.linear.rank import predict
     from sparsync.published.sparcml.linear.data import label_text
 

@@ -71,7 +71,7 @@ def simulate_all(settings: LinearSettings) -> list[LinearResult]:
                     solver = settings.make_solver(
                         comm, training, name, products=products, meter=meter
                     )
-                    # the steps of one rank represent all
+                    # the progress bar counts the steps of rank 0
                     report = await _train(settings, solver, held_out, None if comm.rank else bar)
                     _save(settings, name, solver, whole)
                     return report
@@ -211,7 +211,7 @@ async def _train(
 
 
 def _save(settings: LinearSettings, exchange: str, solver: Solver, shard: Shard) -> None:
-    """Write only the first exchange's model: exchanges are lossless and all ranks' models equal."""
+    """Write a single model: exchanges are lossless, so all of them lead all ranks to the same one."""
     if settings.save is None or solver.comm.rank or exchange != settings.exchanges[0]:
         return
     meaning = {"labels": shard.known, "positive": shard.positive, "base": shard.base}
@@ -263,10 +263,10 @@ def _result(
 def _exchange_seconds(
     ranks: Sequence[Sequence[tuple[str, float, float]]], together: bool
 ) -> tuple[float, float]:
-    """Return the seconds of an epoch's exchanges, with and without those of derivatives.
+    """Return the seconds of an epoch's exchanges, with and without the exchanges of derivatives.
 
-    They are measured from the common start to the end of the last rank.  If ranks do not start
-    together, they are the time of the slowest rank.
+    An exchange takes from the common start until the last rank ends.  If ranks do not start together,
+    it is the slowest rank's time that counts.
     """
     every = without = 0.0
     for exchange in zip(*ranks, strict=True):

@@ -18,10 +18,10 @@ __all__ = ["LinearResult", "tables", "with_ratios"]
 
 @dataclass(frozen=True)
 class LinearResult:
-    """One training; its fields are keys of the JSON, and None where they do not apply.
+    """One training; its fields are the keys of the JSON, and None if they do not apply.
 
     Lists have one value per epoch unless stated otherwise.  Bytes are from the ledger of the rank that
-    sends or receives most.  Seconds are those of the slowest rank, without evaluations.
+    sends or receives most.  Seconds are the slowest rank's, and exclude evaluations.
     """
 
     exchange: str
@@ -40,17 +40,17 @@ class LinearResult:
     accuracy: list[float]  # at the same times, on ``accuracy_on``
     accuracy_on: str  # "held-out rows" or "training rows"
     seconds: list[float]  # computation and exchanges together
-    # exchanges, from when all ranks are ready until the last has its result; if asynchronous, the time
-    # that a rank waits for results that it needs
+    # seconds of exchanges, from the time when all ranks are ready until the last one has its result; if
+    # they are asynchronous, only the time that a rank waits for results that it needs
     seconds_communication: list[float]
-    seconds_updates: list[float]  # the part of these for updates, without scd's derivatives
+    seconds_updates: list[float]  # the part spent on updates, i.e. not on scd's derivatives
     bytes_sent: list[int]
     bytes_received: list[int]
     messages_sent: list[int]
     bytes_updates: list[int]
     replicas_equal: bool  # whether all ranks ended with bit-identical weights
     links: str | None = None  # the lab's links, as ``parse_links`` reads them
-    # seconds of "dense" over those of this result; the same for the other ratios
+    # the value of "dense" / the value of this result; the other ratios are formed in the same way
     speedup_communication: float | None = None
     speedup_updates: float | None = None
     speedup: float | None = None

@@ -1,4 +1,4 @@
-"""``sparsync simulate``: training steps on virtual ranks, and their share of communication."""
+"""``sparsync simulate``: training steps on virtual ranks, and how much of them is communication."""
 
 from sparsync.cli.simulate.settings import SimulationSettings
 from sparsync.cli.simulate.training import SimulatedRow, SimulatedStep, simulate_training

@@ -1,4 +1,4 @@
-"""Simulated averaging: a scheme's own code on virtual ranks, whose steps have no common start.
+"""Simulated averaging: a scheme's own code on virtual ranks, which start their steps independently.
 
 A model of n elements is simulated by n / C elements on links that are C times slower.  So every byte
 counts C times, including the bytes of headers.
@@ -32,7 +32,7 @@ from sparsync.transports.sim import (
 __all__ = ["AveragedRun", "scheme_scale", "simulate_averaging"]
 
 _COPIES = (
-    13  # maximum number of copies of n / C elements per rank: in memories, results and messages
+    13  # vectors of n / C elements that a rank holds at most: in memories, results and messages
 )
 _ELEMENT_BYTES = 4
 
@@ -45,10 +45,10 @@ class AveragedRun:
         scale: the factor C.
         seconds: seconds of each reported step, mean over ranks.
         computation: seconds of computation of each reported step, mean over ranks.
-        simulation: the simulation of all steps, including the warm-up; ports have the bytes of n / C
-            elements.
+        simulation: the simulation of all steps, including the warm-up; its ports count the bytes of
+            n / C elements.
         stages: seconds of work per step by stage, mean over ranks.
-        steps: number of all steps.
+        steps: total number of steps, including the warm-up.
     """
 
     scale: float
@@ -60,7 +60,7 @@ class AveragedRun:
 
 
 def scheme_scale(settings: SimulationSettings) -> float:
-    """Return the smallest C with which the virtual ranks fit into ``settings.memory``."""
+    """Return the smallest factor C (at least 1) with which all ranks fit into ``settings.memory``."""
     held = settings.memory / (settings.ranks * _COPIES * _ELEMENT_BYTES)
     return max(settings.model_size / held, 1.0)
 
@@ -71,12 +71,12 @@ def simulate_averaging(
     weigher: Callable[[float], Callable[[Tensor, Framing], Weight]],
     advance: Callable[[int], None],
 ) -> AveragedRun:
-    """Run a scheme from a common model, for whole periods of the scheme.
+    """Simulate whole periods of a scheme, from a model that all ranks share.
 
     Args:
         scheme: the scheme's row.
         settings: ``steps`` and ``warmup`` are rounded up to whole periods of the scheme.
-        weigher: returns, for a scale, the function that counts the entries that a message represents.
+        weigher: maps the scale to a function that counts the entries that a message represents.
         advance: called whenever a rank ends a step.
     """
     ranks = settings.ranks
@@ -88,7 +88,7 @@ def simulate_averaging(
     before, reported = (-(-n // period) * period for n in (settings.warmup, settings.steps))
     steps = before + reported
     pace, slower = random.Random(settings.seed), dict(settings.stragglers)
-    # the same draws as in rows of gradients, so that the same ranks are late in the same steps
+    # the same draws as for algorithms that exchange gradients, so the same ranks are late in each step
     work = [
         [
             max(pace.gauss(settings.compute, settings.spread), 0.0) * slower.get(rank, 1.0)
@@ -143,7 +143,7 @@ def simulate_averaging(
 
 
 def _period(averager: Averager) -> int:
-    """Return the number of steps after which a scheme repeats itself: its period, or 1."""
+    """Return the number of steps after which a scheme repeats its schedule: its period, or 1."""
     own: Any = getattr(averager, "settings", averager)
     periods = (getattr(own, name, None) for name in ("period", "sync_period"))
     return next((period for period in periods if isinstance(period, int)), 1)

@@ -120,7 +120,7 @@ def command(
 def _topology(
     network: str | None, measured: Machine | None, ports: str, nodes: int | None, inner: str | None
 ) -> Topology:
-    """Return the topology of the given links, the measured ones or the default, with nodes if given."""
+    """Return a topology with the given links, else the measured or default ones; with nodes, if given."""
     if network is None and measured is not None:
         links = Links(measured.alpha, measured.beta)
     else:
@@ -204,7 +204,7 @@ def _tables(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> Group
 
 
 def _over_ranks(rows: Sequence[SimulatedRow], settings: Sequence[SimulationSettings]) -> Group:
-    """Show a column per world size."""
+    """Show a table with a column per world size."""
     base = {row.ranks: row.mean("seconds") for row in rows if row.algorithm == "Dense"}
     views: Mapping[str, Callable[[SimulatedRow], str]] = {
         "time per step": lambda row: format_seconds(row.mean("seconds")),
@@ -261,7 +261,7 @@ def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
 
 
 def _write_plot(rows: Sequence[SimulatedRow], path: Path) -> None:
-    """Draw one bar per algorithm with the parts of its step, readable in grey, or a line over P."""
+    """Draw a step's parts as one bar per algorithm, readable in grey; lines if there are several P."""
     if len({row.ranks for row in rows}) > 1:
         _write_lines(rows, path)
         return

@@ -23,7 +23,7 @@ from sparsync.transports.communicator import Communicator
 
 __all__ = ["Gradients", "gradients", "load_gradients", "placed"]
 
-_CELLS = 2  # cells per wanted entry: the smaller half of the elements is seldom sent
+_CELLS = 2  # held elements per requested entry, because elements below the top 2 k are seldom sent
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Gradients:
     held: Sequence[int]  # number of elements of every unit that a rank holds
     density: float  # k / held
     draw: Callable[[int, int], Sequence[Tensor]]  # fresh `[held]` per unit, for a rank and step
-    # ascending positions of the held elements, for a rank and unit; None if all elements are held
+    # maps a rank and unit to the held elements' ascending positions; None if all elements are held
     places: Callable[[int, int], Tensor] | None = None
 
 
@@ -91,10 +91,10 @@ def load_gradients(path: Path) -> Tensor:
 
 
 def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
-    """Return normal values at 2 k places of a unit, one in each of 2 k cells of equal width.
+    """Return normal values at 2 k positions of a unit, one in each of 2 k cells of equal width.
 
-    A fraction of the cells (``shared``) has the same place and value on all ranks; the others are
-    independent on each rank.  Places stay the same from step to step; values are fresh.
+    In a fraction of the cells (``shared``), all ranks have the same position and value; in the others,
+    they draw independently.  Positions stay the same from step to step; values are fresh.
     """
     held = [min(_CELLS * max(round(settings.density * size), 1), size) for size in sizes]
 
@@ -125,7 +125,7 @@ def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
 
 
 def placed(algorithm: Algorithm, source: Gradients) -> Algorithm:
-    """Return an algorithm whose collectives see whole units although ranks hold only parts of them."""
+    """Return an algorithm whose collectives see whole units, although ranks hold few of the elements."""
     units = iter(range(len(source.sizes)))  # collectives are created in the order of units
     return replace(
         algorithm,
@@ -153,7 +153,7 @@ class _Placed(Collective):
         return self
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Move the selected entries to their places, and the delivered ones back to the held elements."""
+        """Map selected entries to their positions in the unit, and delivered ones to held elements."""
         find = self.source.places
         if find is None or not isinstance(selected, SparseVector):
             return await self.inner.reduce(comm, selected, k, step)
@@ -162,8 +162,8 @@ class _Placed(Collective):
         reduced = await self.inner.reduce(comm, whole, k, step)
         places = find(comm.rank, self.unit)
         assert isinstance(reduced.delivered, SparseVector)
-        # an owner may keep undelivered entries of other ranks, which are not held here; times do not
-        # depend on these entries
+        # an owner may keep other ranks' undelivered entries, at positions that this rank does not hold;
+        # times do not depend on these entries, so drop them
         mine = reduced.delivered.restrict(places)
         back = SparseVector(kernels.restrict(places, mine.indices), mine.values, places.numel())
         return Reduced(reduced.total, back)

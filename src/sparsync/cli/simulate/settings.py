@@ -77,7 +77,7 @@ class SimulationSettings:
     density: Annotated[float, option("k / n in (0, 1].")] = 0.01
     links: Topology = field(default_factory=lambda: Links(alpha=20e-6, beta=0.8e-9))
     compute: Seconds = 0.0  # seconds of a rank's forward and backward pass
-    spread: Seconds = 0.0  # its standard deviation over ranks and steps, in seconds
+    spread: Seconds = 0.0  # standard deviation of ``compute`` over ranks and steps, in seconds
     stragglers: tuple[
         tuple[int, float], ...
     ] = ()  # ranks, and the factors by which they compute slower
@@ -87,7 +87,7 @@ class SimulationSettings:
     buckets: Annotated[Buckets | None, option("Of equal size.", "1; with --overlap of 25 MiB")] = (
         None
     )
-    # cost of selecting, packing, unpacking and summing; its alpha and beta are not used
+    # the costs of selecting, packing, unpacking and summing; alpha and beta come from ``links``
     machine: Machine = field(default_factory=Machine)
     scale: Annotated[
         Factor | None, option("C: n / C and k / C stand for n and k.", "as small as 2 GB allow")
@@ -158,6 +158,6 @@ class SimulationSettings:
                 rows.append(Scheme(found.label, partial(SCHEMES[found.name], **found.options)))
                 continue
             twice = found.label == "dense" and (own, self.overlap) in ((1, False), (ddp, True))
-            if not (self.baselines and twice):  # as "Dense" or "DenseOvlp"
+            if not (self.baselines and twice):  # "Dense" or "DenseOvlp" is the same row
                 rows.append(Contender(found.label, algorithm_of(given), own, self.overlap))
         return rows

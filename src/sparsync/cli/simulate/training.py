@@ -1,8 +1,8 @@
 """Simulated training: real reducers on virtual ranks, one row per algorithm.
 
-``--scale C`` makes a small model take as long as a large one: n / C elements and k / C entries represent
-n and k.  Bytes of entries and values count C times, whereas headers, counts and histograms count once.
-Work per element, per entry and per byte costs C times as much.
+With ``--scale C``, a small model takes as long as a large one: n / C elements represent n, and k / C
+entries represent k.  Bytes of entries and values count C times, but headers, counts and histograms only
+once.  Work per element, per entry and per byte costs C times as much.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__ = [
 
 # bytes of memory per held entry: index and value, and half as much again while merging
 _ENTRY_BYTES = 16
-# Dense sums would take seconds to simulate.  Their times are proportional to n but for latencies, so they
-# are scaled down to this many elements per block, which avoids padding.
+# Full-size dense sums would take seconds to simulate.  Apart from latencies, their times are proportional
+# to n.  So they are scaled down to blocks of this many elements, which need no padding.
 _BLOCK = 64
 _DENSE = ("dense", "ring-dense")
 # with these algorithms, a rank holds at most this number times k, whatever P is; with others, it holds
@@ -60,7 +60,7 @@ _BACKWARD = 2 / 3
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step; its fields are keys of the JSON.  Its parts are means over ranks and add up to it."""
+    """One step; the fields are the JSON's keys.  Its parts are means over ranks, and add up to it."""
 
     seconds: float  # from the start of all ranks until the last one ends
     seconds_computation: float  # forward and backward pass
@@ -79,7 +79,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class SimulatedRow:
-    """One algorithm; its fields, and those of its mean step, are keys of the JSON."""
+    """One algorithm; its fields and the fields of its mean step are the keys of the JSON."""
 
     algorithm: str
     ranks: int
@@ -104,8 +104,8 @@ def simulate_training(
 
     Args:
         settings: the training to simulate.
-        show: opens the progress of the row with this name; the result is called whenever a rank ends a
-            step, with the total number of such calls.
+        show: opens the progress bar of the row with the given name, and yields a function.  That
+            function is called whenever a rank ends a step, with the total number of such calls.
 
     Example:
         >>> settings = SimulationSettings(("oktopk",), ranks=4, model_size=1_000_000, compute=0.01)
@@ -143,7 +143,7 @@ def simulate_training(
 def _averaged(
     scheme: Scheme, settings: SimulationSettings, advance: Callable[[int], None]
 ) -> tuple[float, list[SimulatedStep]]:
-    """Return the scale and the steps of a scheme; its port traffic is a mean over all steps."""
+    """Return the scale and the steps of a scheme; each step's port traffic is the mean over all steps."""
     run = simulate_averaging(scheme, settings, weigher, advance)
     ports, phases = _traffic(run.simulation, run.scale, run.steps)
     messages = max(ledger.total().messages_sent for ledger in run.simulation.ledgers) / run.steps
@@ -259,7 +259,7 @@ def _summary(simulation: Simulation[None], computation: list[float]) -> Simulate
 def _traffic(
     simulation: Simulation[Any], scale: float = 1.0, steps: int = 1
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, float]]]:
-    """Return every port's bytes and busy seconds per step, and the largest of all ports by phase.
+    """Return every port's bytes and busy seconds per step, and the maxima over ports for each phase.
 
     Args:
         simulation: the simulation of one or more steps.
@@ -290,7 +290,7 @@ def _traffic(
 def default_scale(contender: Contender, settings: SimulationSettings) -> float:
     """Return the smallest C for which the virtual ranks fit into ``settings.memory``.
 
-    Dense sums of zeros get a larger one, which saves time.
+    For dense sums of zeros, C is larger, which saves time.
 
     Example:
         >>> settings = SimulationSettings(ranks=4, model_size=10_000)
@@ -317,7 +317,7 @@ def default_scale(contender: Contender, settings: SimulationSettings) -> float:
 
 
 def scaled_for_speed(contender: Contender, settings: SimulationSettings) -> bool:
-    """Return whether the default scale of an algorithm is larger than memory requires."""
+    """Return whether the default scale is larger than memory requires, to save time."""
     return contender.algorithm.name in _DENSE and settings.inputs == SPREAD
 
 

@@ -34,11 +34,12 @@ def train(
     """Train on local processes, or inside a launcher's ranks; see ``train_rank``.
 
     Returns:
-        One result per algorithm; None on the other ranks of a launcher.
+        One result per algorithm; under a launcher, None on every rank but 0.
 
     Raises:
-        ConfigurationError: an algorithm is unknown, or the launcher has another number of processes.
-        RankError: a rank failed; the others were ended.
+        ConfigurationError: an algorithm is unknown, or ``settings.ranks`` is not the launcher's number
+            of processes.
+        RankError: a rank failed, and the others were stopped.
     """
     checked = check_algorithms(settings, algorithms)
     results: list[TrainResult] | None = settings.connection().start(

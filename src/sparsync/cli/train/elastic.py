@@ -1,8 +1,8 @@
 """``sparsync train --elastic``: train while ranks are killed at random and restarted.
 
-The command trains twice, the first time without faults.  This process starts torchft's lighthouse and the
-ranks, and kills some ranks with SIGKILL.  No rank makes its first step before all are ready; each rank
-reports the steps that it has applied, and their times.
+The command trains twice, once without faults and once with them.  This process starts torchft's
+lighthouse and the ranks, and kills some ranks with SIGKILL.  No rank takes its first step before all are
+ready.  Each rank reports the steps that it has applied, and their times.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ __all__ = [
 
 _LOOPBACK = "127.0.0.1"
 _SILENT = 120.0  # seconds without a report from any rank after which a run is aborted
-# milliseconds after which the lighthouse declares a silent rank dead; where none is killed, silence only
-# means that the machine is busy
+# milliseconds of silence after which the lighthouse declares a rank dead; the second is for a run in
+# which no rank is killed, because there silence only means that the machine is busy
 _HEARTBEAT, _PATIENT = 400, 5_000
 
 
 class Change(NamedTuple):
-    """A change of the group; all its former ranks report the same."""
+    """A change of the group's members; all members of the old group report the same one."""
 
     step: int
     ranks: int
@@ -76,9 +76,9 @@ class Applied(NamedTuple):
 
     when: float
     step: int
-    attempt: int  # number of the group that exchanged it
+    attempt: int  # number of the group that exchanged the step's gradients
     contributors: int
-    counts: bool  # whether it contains this rank's gradient
+    counts: bool  # whether the step contains this rank's gradient
     loss: float
     changes: tuple[Change, ...] = ()  # changes of the group since this rank's last step
 
@@ -92,7 +92,7 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class ElasticResult:
-    """A run with faults, relative to one without; seconds are None if no rank was killed."""
+    """A run with faults, compared with a run without; some seconds are None if no rank was killed."""
 
     algorithm: str
     ranks: int
@@ -118,7 +118,7 @@ class ElasticResult:
 
 
 def check_kill(text: str) -> float:
-    """Return the mean seconds between kills in "random:SECONDS"; 0 for no kills.
+    """Parse "random:SECONDS" or "none"; return the mean seconds between kills, or 0 for no kills.
 
     Example:
         >>> check_kill("random:30")
@@ -132,11 +132,11 @@ def check_kill(text: str) -> float:
 
 
 def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> ElasticResult:
-    """Train without faults and then with them, or both at once if ranks mostly wait (``--delay``).
+    """Train without faults, then with them; both at once if ranks mostly wait (``--delay``).
 
     Raises:
-        PeerError: no rank has reported for two minutes, a rank has failed or died, or the run without
-            faults lacked a rank.
+        PeerError: no rank reported for two minutes, a rank failed or died, or a rank was missing in a
+            step of the run without faults.
     """
     mean = check_kill(kill)
 
@@ -151,7 +151,7 @@ def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> Elastic
         with ThreadPoolExecutor(max_workers=1 + waits) as pool:
             try:
                 free, faulty = pool.map(play, ("without faults", f"kill {kill}"), (0.0, mean))
-            except BaseException:  # a run has failed, or Ctrl-C, which only this thread receives
+            except BaseException:  # a run has failed, or this thread, as the only one, got Ctrl-C
                 stopped.set()
                 raise
     return faulty.over(free)
@@ -201,7 +201,7 @@ class _Run:
         self.applied: dict[int, dict[int, Applied]] = {}  # by step, then by rank
         self.starts: list[tuple[float, int]] = []
         self.ready: set[int] = set()  # ranks that wait at the start line
-        self.began = 0.0  # when all first ranks were released; 0 before that
+        self.began = 0.0  # the time when the first ranks were released together; 0 before that
         self.kills: list[tuple[float, int]] = []
         self.ended: dict[int, Ended] = {}
         self.late: set[int] = set()  # ranks that had not returned when the others ended
@@ -228,7 +228,7 @@ class _Run:
 
     @contextmanager
     def _lighthouse(self, lab: Lab | None) -> Iterator[str]:
-        """Run torchft's lighthouse, in the lab on a link of its own."""
+        """Run torchft's lighthouse; in a lab, it gets a separate link."""
         mine, theirs = self.context.Pipe()
         seat = None if lab is None else lab.seat(self.settings.ranks)
         silence = _HEARTBEAT if self.mean else _PATIENT
@@ -293,7 +293,7 @@ class _Run:
         self.seconds = max(one.when for one, _ in self._every()) - self.began
 
     def _release(self) -> None:
-        """Let ranks start, the first ones all at once: a rank alone would train alone."""
+        """Let waiting ranks start; hold the first ones until all are ready, or one would train alone."""
         if not self.began and len(self.ready) < self.settings.ranks:
             return
         self.began = self.began or time.time()
@@ -303,10 +303,10 @@ class _Run:
         self.ready.clear()
 
     def _check_whole(self) -> None:
-        """Refuse a run without faults that was not one."""
+        """Refuse a run without injected faults in which some rank was missing nevertheless."""
         ranks = self.settings.ranks
         for step in sorted(self.applied):
-            # 0: no exchange yet
+            # before the first exchange, nobody contributes
             if (present := self._contributors(step)) not in (0, ranks):
                 raise PeerError(
                     f"step {step}: without faults, {present} of {ranks} ranks contributed, so there is "
@@ -341,7 +341,7 @@ class _Run:
         return sorted(fresh - self.ended.keys())
 
     def _time_left(self, step: int) -> float:
-        """Estimate the seconds to the end."""
+        """Estimate the seconds until the end of the run, from the mean time per step so far."""
         first = min(one.when for one in self.applied[min(self.applied)].values())
         return (self.settings.steps - step) * (time.time() - first) / step
 
@@ -358,7 +358,7 @@ class _Run:
         return min((moment for moment in own if moment > when), default=0.0)
 
     def _give_up(self) -> None:
-        """Stop waiting for returning ranks once the others have ended; alone, they would start over."""
+        """Kill the ranks that have not returned when all others have ended: they would train alone."""
         started = {rank: when for when, rank in self.starts}
         away = {rank for rank, when in started.items() if not self._first_since(rank, when)}
         if self.ended.keys() | away == started.keys():
@@ -387,7 +387,7 @@ class _Run:
     # ---- the figures -------------------------------------------------------------------------------
 
     def over(self, free: _Run) -> ElasticResult:
-        """Return this run's figures."""
+        """Return this run's figures, relative to the run ``free`` without faults."""
         every, ranks, steps = self._every(), self.settings.ranks, sorted(self.applied)
         survivors, returns = [], []
         for when, victim in self.kills:
@@ -399,8 +399,8 @@ class _Run:
             later = [o.when for o, rank in every if rank == started and o.counts and o.when > when]
             returns += [later[0] - when] if later else []
         contributors = [self._contributors(step) for step in steps]
-        # most ranks saw every change, but no rank saw all changes if all ranks were killed; a rank that
-        # missed the last votes knows an older norm
+        # Merge all ranks' reports: if every rank was killed once, no rank has seen all changes.  Of a
+        # change's norms, the largest counts, because ranks that missed the last votes know an older one.
         seen = sorted({change for one, _ in every for change in one.changes})
         changes = {change[:3]: change for change in seen}.values()
         rate, free_rate = (
@@ -448,7 +448,7 @@ class _Run:
         return Evaluation.total(ended.evaluation for ended in self.ended.values()).loss
 
     def _present(self) -> float:
-        """Return the fraction of ranks present; a rank is away from a kill to its next contribution."""
+        """Return the mean fraction of ranks present; a killed rank is away until it contributes again."""
         every, away = self._every(), 0.0
         end = every[-1][0].when
         for when, victim in self.kills:
@@ -501,18 +501,18 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
         except Exception as error:  # a silent rank with a heartbeat would keep the others waiting
             traceback.print_exc()
             pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
-    os._exit(0)  # torchft's servers would keep the process alive
+    os._exit(0)  # exit at once, because torchft's servers would keep the process alive
 
 
 def _hush() -> None:
-    """Discard the output of torchft's servers, several lines per step, but keep Python's."""
+    """Discard the output of torchft's servers (several lines per step), but keep Python's."""
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     logging.getLogger("torchft").setLevel(logging.ERROR)
 
 
 def _announce(manager: Any, lighthouse: str) -> None:
-    """Send a heartbeat before this returns; the manager sends its first one at some later moment."""
+    """Send the first heartbeat now: the manager would send it at some later, unknown time."""
     from torchft.coordination import LighthouseClient
     from torchft.manager import REPLICA_ID_KEY
 
@@ -531,11 +531,11 @@ def _train(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     workload = settings.make_workload()
     model = workload.make_model(settings.seed)
-    # for dropout, ranks must draw different units
+    # seed each rank differently, so that dropout removes different units on each
     torch.manual_seed(settings.seed * settings.ranks + rank)
     optimizers = settings.make_optimizers(model)
     workload.batch(Draw(settings.seed, 0, rank, settings.ranks, settings.batch_size))
-    # do this last, because from a rank's first heartbeat on, the next quorum waits for the rank
+    # do this last, because the next quorum waits for this rank from its first heartbeat on
     own = local_address() or _LOOPBACK
     keys = settings.curve_keys and settings.curve_keys / f"rank-{rank}.key_secret"
     manager = make_manager(
@@ -552,7 +552,7 @@ def _train(
     chosen = attached_as(settings, algorithm)
     sums = isinstance(chosen, Algorithm) and not chosen.average
     divisor = settings.lr_divisor(sums=sums)
-    clip = settings.clip * (settings.ranks if sums else 1)  # of the mean
+    clip = settings.clip * (settings.ranks if sums else 1)  # --clip limits the mean
     assert isinstance(sync.membership, Membership)
     attendance = sync.membership.attendance
     known, last_group = 0, 0

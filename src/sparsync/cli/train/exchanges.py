@@ -69,7 +69,7 @@ def _named(label: str) -> Named:
 
 
 def attached_as(settings: TrainSettings, label: str) -> Algorithm | OuterStep:
-    """Return the argument of ``attach`` for a preset or a member of the outer step's family."""
+    """Return the argument of ``attach``: a preset, or an outer step for a scheme of that family."""
     found = _named(label)
     if found.name in OUTER_SETTINGS:
         return _outer_step(settings, found)
@@ -119,7 +119,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
     """Refuse unknown algorithms, options that no algorithm has, and a target without "dense".
 
     Returns:
-        A label for each, as returned by ``labels``.
+        A label for each algorithm, in the form that ``labels`` returns.
     """
     found = [_named(text) for text in algorithms]
     for one in found:
@@ -137,8 +137,8 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"--target-step {target} asks for the loss of dense, which is not among the algorithms "
             f"{', '.join(algorithms)}; add dense"
         )
-    # With the default exchange of updates, ranks meet in every second step.  So checking after each step
-    # hardly changes the timing, and the additional wait for the last rank counts against this exchange.
+    # Checking the target makes ranks wait for each other after every step.  "updates" is allowed, because
+    # its ranks meet in every second step by default: the timing hardly changes, and not in its favour.
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(
@@ -173,12 +173,12 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
 def _check_used(settings: TrainSettings, found: Sequence[Named]) -> None:
     """Refuse options that none of the algorithms has, and say which ones send in the clear."""
     schemes = [one for one in found if one.name in SCHEMES]
-    local = settings.space == "local"  # whose exchange takes all of them, dense included
+    local = settings.space == "local"  # its exchange accepts every algorithm, even "dense"
     plain = [one for one in found if one.name in ("dense", *HOOKS) and not local]
     presets = [one for one in found if one not in schemes and one not in plain]
     selecting = [one for one in (*schemes, *presets) if _selects(one)]
     for flag, given, having in (
-        # the default period of --space local follows from the density as well
+        # with --space local, the density also determines the default period
         ("--density", settings.density != TrainSettings.density, found if local else selecting),
         ("--warmup-steps", settings.warmup_steps > 0, presets),
         ("--momentum-correction", settings.momentum_correction, presets),
@@ -195,7 +195,7 @@ def _check_used(settings: TrainSettings, found: Sequence[Named]) -> None:
 
 
 def _selects(one: Named) -> bool:
-    """Return whether an algorithm selects entries, as many as the common density says."""
+    """Return whether an algorithm selects entries, with the density that all algorithms share."""
     if one.name in SCHEMES:
         return options_of(one.name).get("density", 1.0) < 1 and "density" not in one.options
     return not isinstance(resolve(one.name, **one.options).make_selector(), Everything)
@@ -207,19 +207,19 @@ def _nothing() -> None:
 
 @dataclass
 class Exchange:
-    """A model, its optimizers, the exchange of its gradients or updates, and the number of bytes sent."""
+    """A model and its optimizers, with the hooks that exchange gradients or updates and count bytes."""
 
-    model: nn.Module  # called and trained: wrapped in DDP, or plain
+    model: nn.Module  # the module to call and train, either wrapped in DDP or plain
     optimizers: Sequence[torch.optim.Optimizer]
-    comm: Communicator | None = None  # its ledger counts the bytes; None: they are computed
-    formula: Callable[[], int] = int  # without a ledger: bytes of the last step
+    comm: Communicator | None = None  # its ledger counts the bytes; None: ``formula`` computes them
+    formula: Callable[[], int] = int  # returns the last step's bytes if there is no ledger
     sparse: bool = False  # entries are selected, so density applies
     sums: bool = False  # gradients are summed over ranks, not averaged
     corrected: bool = False  # momentum is applied before the exchange, not by the optimizer
-    clips: bool = False  # the exchange clips gradients; otherwise training does, after ``backward``
+    clips: bool = False  # the exchange clips gradients; if False, the training loop does
     dense_share: float = 0.0  # predicted fraction of a step's bytes from layers left dense
     options: Mapping[str, object] | None = None  # options of an averaging scheme
-    averager: Averager | None = None  # None also for a scheme that is attached, like updates
+    averager: Averager | None = None  # None even for a scheme if it is attached, e.g. "updates"
     after_step: Callable[[], object] = _nothing  # called after the optimizer's step
     finish: Callable[[], object] = _nothing  # makes the replicas equal
     close: Callable[[], object] = _nothing  # ends background threads and groups
@@ -270,7 +270,7 @@ def attach_elastic(
     optimizers: list[torch.optim.Optimizer],
     manager: Any,
 ) -> Handle:
-    """Attach a preset, or a member of the outer step's family, with a torchft manager."""
+    """Attach a preset, or a scheme of the outer step's family, with a torchft manager."""
     chosen = attached_as(settings, label)
     if isinstance(chosen, OuterStep):
         return attach(model, optimizers, chosen, elastic=manager)
@@ -302,8 +302,8 @@ def _power_sgd(settings: TrainSettings, model: nn.Module) -> Exchange:
     """
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     ddp = _in_ddp(model, bucket_cap_mb=nbytes // 2**20 + 1)
-    # the hook's documentation suggests rank 1 to 4; it needs two dense steps, but its default of 1000
-    # dense steps would make a short run dense
+    # The hook's documentation suggests a rank of 1 to 4.  The hook needs two dense steps; its default is
+    # 1000, which would make a short run dense.
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2
     )
@@ -347,16 +347,17 @@ def _attached(
 
 
 def _compression(settings: TrainSettings, name: str) -> Compression:
-    # SparCML does not compress all layers either (section 8.4)
+    # like the paper, do not compress all layers (SparCML, section 8.4)
     compress = is_hidden_matrix if name == "sparcml" else None
     return Compression(compress=compress, warmup_steps=settings.warmup_steps)
 
 
 def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchange:
-    """Let a model train separately, and a scheme average it with others.
+    """Let each rank train its model separately, and a scheme average the models.
 
-    Members of the outer step's family are attached, so that moments can follow the average; but
-    ``attach`` always averages buffers.  Methods that step by signs are published with plain SGD.
+    Schemes of the outer step's family are attached, so that the optimizer's moments can follow the
+    average.  As ``attach`` always averages buffers, they are attached only if buffers are averaged.
+    Methods that step by signs get plain SGD, as published.
     """
     name, given = found.name, _scheme_options(settings, found)
     has = {**options_of(name), **given}
@@ -374,7 +375,7 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
     else:
         comm = settings.connect()
         bound: dict[str, Any] = {"comm": comm, "buffers": settings.buffers}
-        if own:  # plain SGD, whose rate is the length of a step by signs
+        if own:  # the learning rate of this plain SGD is the length of a step by signs
             bound["optimizer"] = optimizers[0]
         scheme = averager = SCHEMES[name](model, **given, **bound)
     settings_of = getattr(scheme, "settings", scheme)
@@ -400,7 +401,7 @@ def _outer_step(settings: TrainSettings, found: Named) -> OuterStep:
 
 
 def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:
-    """Return the options of a scheme: those common to all algorithms, overridden by its own."""
+    """Return the options of a scheme: the common settings, overridden by the options in its label."""
     has = options_of(found.name)
     given: dict[str, Any] = {"period": settings.period, "seed": settings.seed}
     if has.get("density", 1.0) < 1:  # a dense exchange has no density to set
@@ -410,7 +411,7 @@ def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:
 
 
 def _in_ddp(model: nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
-    """Wrap a model without sending the initial weights over a slow link; the seed makes them equal."""
+    """Wrap a model, but do not send the initial weights: they come from a seed, so all are equal."""
     return DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, init_sync=False)
 
 

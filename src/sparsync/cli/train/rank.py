@@ -76,13 +76,13 @@ def _train(
 ) -> tuple[Exchange, _RankReport]:
     """Train to the last step or the goal."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
-    # for dropout, ranks must draw different units
+    # seed each rank differently, so that dropout removes different units on each
     torch.manual_seed(settings.seed * dist.get_world_size() + rank)
     exchange = make_exchange(settings, name, model)
     delay, schedule = parse_delay(settings.delay), parse_schedule(settings.lr_schedule)
     plateau = Plateau(schedule) if schedule.kind == "plateau" else None
     mine = _RankReport()
-    dist.barrier()  # DDP has sent the initial weights, which must not count as a step on a slow link
+    dist.barrier()  # setup may have sent data over a slow link, which must not delay the first step
     losses: list[float] = []  # mean losses over all ranks, if there is a goal
     for step in range(settings.steps_of(name)):
         if before_step is not None:
@@ -127,7 +127,7 @@ def _train(
 
 
 def _mean_of_ranks(loss: float) -> float:
-    """Return the mean over all ranks; call this between steps, where no clock runs."""
+    """Return the mean over all ranks; call this between steps, where time is not measured."""
     mean = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(mean)
     return float(mean) / dist.get_world_size()
@@ -140,9 +140,9 @@ def _link_sent() -> int:
 
 
 def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: int = 5) -> float:
-    """Return the slowest rank's median seconds of a step without exchange, with all ranks at work.
+    """Return the slowest rank's median seconds for a step without exchange, while all ranks compute.
 
-    An additional first step warms up caches and allocators.
+    An additional, untimed first step warms up caches and allocators.
     """
     model, seconds = workload.make_model(settings.seed), []
     alone = Exchange(model, settings.make_optimizers(model))
@@ -163,7 +163,7 @@ def _step(
     step: int,
     factor: float = 1.0,
 ) -> float:
-    """Run one step at ``factor`` times its learning rate; return this rank's loss before the step."""
+    """Run one step; return this rank's loss before it.  ``factor`` multiplies the learning rate."""
     divisor = settings.lr_divisor(sums=exchange.sums)
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()
@@ -206,8 +206,8 @@ class _RankReport:
     sent: list[int] = field(default_factory=list)  # bytes
     received: int = 0  # bytes in total
     kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
-    # for a scheme: averages, averages with a stale model of this rank, age of the oldest one in steps,
-    # seconds waited
+    # for a scheme: number of averages, number with a stale model of this rank, age of the oldest such
+    # model in steps, seconds waited
     averaging: list[float] = field(default_factory=list)
     evaluation: Evaluation = field(default_factory=Evaluation)  # on this rank's share
     digests: list[str] = field(default_factory=list)  # of the parameters after the last step

@@ -31,9 +31,9 @@ _STYLES = (
 
 
 def comparison(results: Sequence[TrainResult]) -> Group:
-    """Compare runs with the same settings: first the time to reach the loss of dense, then the reasons.
+    """Compare runs with the same settings: the time to reach dense's loss, then figures that explain it.
 
-    The training loss is averaged over five steps before and after each step, or fewer in a short
+    The training loss is averaged over up to five steps before and after each step, fewer in a short
     run.
     """
     goal = results[0].target_loss
@@ -51,7 +51,7 @@ def comparison(results: Sequence[TrainResult]) -> Group:
                 f"time to loss {goal or 0:.2f}": "-" if goal is None else reached,
                 "speed-up": _times(result.speedup_to_target),
                 "steps": f"{result.steps}",
-                # the mean, because the median step of a scheme that rarely waits is one without a wait
+                # the mean, because if a scheme rarely waits, its median step contains no wait
                 "time per step": format_seconds(result.seconds_per_step_mean),
                 "sent per step": format_bytes(sent),
                 "bytes out": f"{result.sent_per_parameter_and_step:.3g}",

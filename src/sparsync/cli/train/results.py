@@ -1,7 +1,7 @@
 """Results of trainings: their fields, which are the keys of the JSON, and the time to a loss.
 
-Losses are averaged over the last few steps, never over future ones, because those are unknown during the
-run.  All runs see the same data in the same order, so their noise is similar.
+Losses are averaged over the last few steps, never over later ones, which are unknown during the run.  All
+runs see the same data in the same order, so their noise is similar.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Goal", "TrainResult", "seconds_of_all", "smoothed", "with_target"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """One training run; its fields are keys of the JSON, and None where they do not apply.
+    """One training run; its fields are the keys of the JSON, and None if they do not apply.
 
     Settings of the run, e.g. ``density``, have the same names as in ``TrainSettings``.
     """
@@ -30,30 +30,31 @@ class TrainResult:
     lr: float  # learning rate after its warm-up
     loss: list[float]  # loss per step in nats per byte, image, ...; mean over ranks
     eval_loss: float  # the same on held-out samples, after the last step
-    # seconds of the slowest rank for all steps, and for making all replicas equal
+    # seconds until all ranks have made all steps, and until the replicas are equal
     seconds_total: float
-    seconds_per_step_mean: float  # mean of ``seconds``; excludes the end
+    seconds_per_step_mean: float  # mean of ``seconds``, i.e. without ``seconds_finish``
     seconds_per_step_median: float
     bytes_sent_per_step_max: int  # maximum over ranks and steps, including headers
     replicas_equal: bool  # whether all ranks ended with bit-identical parameters
     bytes_sent: list[int]  # per step, by the rank that sent most in total
-    # bytes of the rank that sent most, mean over steps; includes the last exchange, which makes
-    # replicas equal
+    # bytes sent by the rank that sent most, as a mean over steps; includes the last exchange, after
+    # which the replicas are equal
     sent_per_parameter_and_step: float
     received_per_parameter_and_step: float
     seed: int
     batch_size: int
     context: int | None
     warmup_steps: int
-    # for each step, the time from when the last rank finished the previous step until the last rank
-    # finished this one
+    # for each step, the seconds between the time when the last rank finished the previous step and the
+    # time when the last rank finished this one
     seconds: list[float]
     # seconds of forward, backward and optimizer without an exchange, on all ranks at once; measured
     # before the run
     seconds_computation_median: float
-    # the median step minus these seconds, i.e. the part of the exchange that is not hidden
+    # the median step minus ``seconds_computation_median``, i.e. the part of the exchange that is not
+    # hidden behind computation
     seconds_rest_median: float
-    bytes_counted: str  # "ledger": bytes as sent; "formula": those of a bandwidth-optimal allreduce
+    bytes_counted: str  # "ledger": as sent; "formula": computed for a bandwidth-optimal allreduce
     # largest number of bytes per step that the kernel counted on a lab's link
     bytes_kernel: list[int] | None
     transport: str  # carrier of the gradients
@@ -63,30 +64,30 @@ class TrainResult:
     links: str | None = None  # the lab's links, as ``parse_links`` reads them
     workload: str = "bytes"
     accuracy: float | None = None  # accuracy on held-out images, in [0, 1]
-    lr_divisor: int = 1  # applied to ``lr`` where SGD steps by the sum of the gradients
+    lr_divisor: int = 1  # divides ``lr``; it is P where SGD steps by the sum of the gradients
     momentum: float = 0.0  # momentum of SGD
-    momentum_corrected: bool = False  # whether it is applied before the exchange
+    momentum_corrected: bool = False  # whether momentum is applied before the exchange
     nesterov: bool = False
     lr_schedule: str = "constant"  # after the warm-up of the rate
     weight_decay: float = 0.0
     clip: float | None = None
     options: Mapping[str, object] | None = None  # options of an averaging scheme
-    # fraction of all ranks' contributions to averages that were older models
+    # fraction of all contributions to averages in which a rank's model was stale
     stale_share: float | None = None
-    largest_staleness: int | None = None  # age of the oldest of them, in steps
+    largest_staleness: int | None = None  # age of the oldest stale model, in steps
     # seconds waited in the averages of all steps, mean over ranks
     seconds_waited: float | None = None
     # predicted fraction of a step's bytes from layers that a preset does not compress
     dense_share: float = 0.0
     delay: str = "none"
-    seconds_finish: float = 0.0  # part of ``seconds_total`` after the last step
+    seconds_finish: float = 0.0  # the part of ``seconds_total`` after the last step
     target_step: int | None = None  # the step whose loss, in the run of "dense", is the target
     target_loss: float | None = None  # loss averaged over the last ``target_window`` steps
     target_window: int | None = None
-    # steps until the loss, averaged in the same way, is at most the target
+    # number of steps until the loss, averaged in the same way, is at most the target
     steps_to_target: int | None = None
     seconds_to_target: float | None = None  # the same in seconds of training
-    speedup_to_target: float | None = None  # seconds of "dense" to its target step, over these
+    speedup_to_target: float | None = None  # seconds of "dense" to the target step / these seconds
     # further figures of the evaluation, e.g. "WER"
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -105,13 +106,13 @@ def seconds_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
 
 
 def smoothed(loss: Sequence[float], radius: int) -> list[float]:
-    """Average each value with up to ``radius`` values before and after it; the first stays unchanged.
+    """Average each value with up to ``radius`` values before and after it; keep the first unchanged.
 
     Example:
         >>> smoothed([8.0, 2.0, 2.0, 0.0], radius=1)
         [8.0, 4.0, 1.3333333333333333, 1.0]
     """
-    # symmetric, so that the radius shrinks towards both ends
+    # average symmetrically, so the radius must shrink towards both ends
     reach = [min(i, radius) for i in range(len(loss))]
     return [fmean(loss[i - r : i + r + 1]) for i, r in enumerate(reach)]
 
@@ -132,14 +133,14 @@ class Goal:
     def of(losses: Sequence[float], step: int) -> Goal:
         """Return the goal given by the loss of "dense" at ``step``, counted from 1.
 
-        Losses are averaged over the last 20 steps, or over a fifth of ``step`` in a shorter run.
-        Batches differ by 10 %, and the loss of dense falls by as much in 20 steps.
+        The loss is averaged over the last 20 steps, or over a fifth of ``step`` in a shorter run.
+        Losses of batches differ by 10 %, and the loss of dense falls by as much in 20 steps.
         """
         window = max(1, min(20, step // 5))
         return Goal(fmean(losses[step - window : step]), window)
 
     def reached_by(self, losses: Sequence[float]) -> bool:
-        """Return whether the loss, averaged in the same way, has reached the goal after ``losses``."""
+        """Return whether the mean of the last ``window`` losses has reached the goal."""
         return fmean(losses[-self.window :]) <= self.loss
 
 
@@ -148,7 +149,7 @@ def with_target(
 ) -> list[TrainResult]:
     """Fill in when each run reached the loss that "dense" had at ``target_step``, counted from 1.
 
-    Without "dense" among them, return the results unchanged.
+    If "dense" is not among the results, return them unchanged.
     """
     dense = next((result for result in results if result.algorithm == "dense"), None)
     if dense is None:
@@ -158,7 +159,7 @@ def with_target(
     judged = []
     for result in results:
         made = range(1, result.steps + 1)
-        # dense gets the goal's own step, because noise may have made it reach the loss earlier
+        # for dense, use the target step itself: by chance, its noisy loss may have been as low earlier
         first = (s for s in made if goal.reached_by(result.loss[:s]))
         reached = step if result is dense else next(first, None)
         seconds = None if reached is None else sum(result.seconds[:reached])

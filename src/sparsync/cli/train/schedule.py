@@ -33,8 +33,8 @@ class Schedule:
     kind: str = "constant"
     factor: float = 1.0
     at: tuple[float, ...] = ()  # steps; below 1, fractions of all steps
-    patience: int = 0  # for "plateau": windows without a better loss that it accepts
-    every: int = 1  # for "plateau": steps in a window
+    patience: int = 0  # for "plateau": accepted number of windows without a better loss
+    every: int = 1  # for "plateau": number of steps in a window
 
     def __post_init__(self) -> None:
         check("lr_schedule", self.kind, self.kind in _KINDS, _EXPECTED)
@@ -58,7 +58,7 @@ class Schedule:
         Args:
             step: 0-based.
             steps: number of steps of the whole run.
-            warmup: number of first steps over which the rate grows; "linear" begins to fall after
+            warmup: number of steps at the start over which the rate rises; "linear" falls only after
                 them.
 
         Example:
@@ -95,7 +95,7 @@ class Plateau:
 
     def __init__(self, schedule: Schedule) -> None:
         self._every = schedule.every
-        # the rate of this optimizer is 1; no model uses it, and only its reductions are read
+        # a dummy optimizer with rate 1, because the scheduler needs one; its rate is the factor
         self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
         self._scheduler = ReduceLROnPlateau(
             self._optimizer, factor=schedule.factor, patience=schedule.patience
@@ -125,7 +125,7 @@ class Plateau:
 def parse_schedule(text: str) -> Schedule:
     """Read "constant", "linear", "step:FACTOR:AT+AT" or "plateau:FACTOR:PATIENCE:EVERY".
 
-    AT is a step or, with a percent sign, a part of the run.
+    AT is a step or, with a percent sign, a percentage of the run.
 
     Raises:
         ConfigurationError: the text has no such form, a factor is outside (0, 1), or milestones do

@@ -46,7 +46,7 @@ from sparsync.transports.communicator import Communicator
 
 __all__ = ["ELASTIC_TIMEOUT", "TrainSettings"]
 
-ELASTIC_TIMEOUT = 5.0  # seconds; ranks that come and go leave out one that stalls for longer
+ELASTIC_TIMEOUT = 5.0  # seconds after which elastic ranks go on without a rank that stalls
 
 Layers = Annotated[int, Bounds(1, 1000)]
 _SPACES = ("gradient", "update", "local")
@@ -93,8 +93,8 @@ _TARGET = "Time to loss: end each run at the loss that dense has at this step, a
 class TrainSettings:
     """Settings that all algorithms of a comparison share; every field is an option of the command.
 
-    The constructor fills in the fields that depend on the workload and the optimizer.  In other fields,
-    None means the default of the workload or the scheme.
+    The constructor fills in the fields whose defaults depend on the workload and the optimizer.  In other
+    fields, None stands for the default of the workload or the scheme.
     """
 
     ranks: Annotated[Ranks, ranks_option(4)] = 4
@@ -225,16 +225,16 @@ class TrainSettings:
         return connect(self.timeout, transport=self.transport, curve_keys=self.curve_keys)
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of a 0-based step; on a plateau, the rate before its reductions."""
+        """Return the learning rate of a 0-based step, before the reductions of the plateau schedule."""
         rising = self.lr * min(1.0, (step + 1) / max(self.lr_warmup_steps, 1))
         schedule = parse_schedule(self.lr_schedule)
         return rising * schedule.at_step(step, steps=self.steps, warmup=self.lr_warmup_steps)
 
     def lr_divisor(self, *, sums: bool) -> int:
-        """Return the number by which the learning rate is divided, e.g. if gradients are summed.
+        """Return the number that divides the learning rate: P for SGD if gradients are summed, else 1.
 
-        A sum is P times the mean, so SGD's steps would be P times too long (Adam's and Muon's would not
-        change).
+        A sum is P times the mean, so SGD's steps would be P times too long.  Adam's and Muon's steps
+        would not change.
         """
         return self.ranks if sums and self.optimizer == "sgd" else 1
 
@@ -248,7 +248,7 @@ class TrainSettings:
         return make_workload(self.workload, **options)
 
     def correction(self, corrects: bool) -> Correction:
-        """Return the correction of local gradients; ``corrects`` says whether the preset has one."""
+        """Return the correction of local gradients; ``corrects`` is the preset's default for momentum."""
         wanted = corrects if self.momentum_correction is None else self.momentum_correction
         clip = self.clip or None
         if self.optimizer != "sgd" or not wanted:
@@ -260,7 +260,7 @@ class TrainSettings:
     def make_optimizers(
         self, model: nn.Module, correction: Correction | None = None
     ) -> list[torch.optim.Optimizer]:
-        """Build the optimizers for a model's parameters, without the features that the correction has."""
+        """Build the optimizers for a model, without the features that the correction takes over."""
         parameters, decay = list(model.parameters()), self.weight_decay
         if correction is not None and (correction.momentum or correction.weight_decay):
             return [torch.optim.SGD(parameters, self.lr)]
@@ -277,7 +277,8 @@ class TrainSettings:
             bool(hidden),
             f"--optimizer muon is for hidden matrices, and {self.workload} has none; choose adamw",
         )
-        # its updates are as large as AdamW's, so both can use the same rate (Liu et al., 2025, 2.2)
+        # with this adjustment, Muon's updates are as large as AdamW's, so both can use the same rate (Liu
+        # et al., 2025, section 2.2)
         muon = torch.optim.Muon(
             hidden, lr=self.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
         )

@@ -1,4 +1,4 @@
-"""Injected delays: how long a rank waits before a step.  All ranks know all delays beforehand."""
+"""Injected delays: how long a rank waits before a step.  Every rank can compute all ranks' delays."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from sparsync.errors import ConfigurationError
 __all__ = ["Delay", "parse_delay"]
 
 _A_DAY = 86_400.0
-_SPREAD = 250.0  # "heavytail": ratio of the maximum excess over the minimum to the median excess
-_DRAWS = 5_000  # one draw in this many reaches the maximum: the iterations in WAGMA's Figure 9
+_SPREAD = 250.0  # "heavytail": (maximum - minimum) / (median - minimum)
+_DRAWS = 5_000  # one draw in this many reaches the maximum; WAGMA's Figure 9 has as many iterations
 
 
 @final
 @dataclass(frozen=True)
 class Delay:
-    """The wait of each rank, which depends only on the arguments of ``seconds``.
+    """A rule that determines how long each rank waits before each step.
 
     - "none": no rank waits.
     - "random": ``first`` distinct ranks (or all, if fewer), drawn uniformly on every step, wait
       ``second`` seconds (WAGMA, section 5.2: 2, 0.32 s).
     - "persistent": rank ``first`` waits ``second`` seconds on every step.
-    - "heavytail": all ranks wait on all steps, usually briefly, rarely very long: lognormal above
-      ``first``.  With z standard normal, drawn for each rank and step, and ``P(z > rarest) = 1 / 5000``::
+    - "heavytail": all ranks wait on all steps, usually briefly but sometimes very long.  The excess over
+      ``first`` is lognormal.  With a standard normal z, drawn for each rank and step, and
+      ``P(z > rarest) = 1 / 5000``::
 
           seconds = first + (second - first) min(1, 250^(z / rarest - 1))
 

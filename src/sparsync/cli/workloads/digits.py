@@ -115,8 +115,8 @@ class DigitsWorkload(Workload):
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
         """Return a batch of a rank's shard, which is reshuffled every epoch; a batch may span epochs.
 
-        Every image is shifted by up to one pixel.  Otherwise, a model memorises all images in 20 epochs,
-        and in the end, compared runs differ only by noise.
+        Every image is shifted by up to one pixel.  Otherwise, a model would memorise all images within
+        20 epochs, and at the end, compared runs would differ only by noise.
         """
         images, digits = self.parts[0]
         chosen = draw.samples(len(digits))
@@ -128,7 +128,7 @@ class DigitsWorkload(Workload):
 
 
 def shifted(images: Tensor, generator: np.random.Generator, *, most: int) -> Tensor:
-    """Shift every square image by up to ``most`` pixels in each direction, and fill with 0."""
+    """Shift every square image by up to ``most`` pixels in each direction; fill the gaps with 0."""
     side = images.shape[-1]
     windows = F.pad(images, (most,) * 4).unfold(2, side, 1).unfold(3, side, 1)
     down, right = torch.from_numpy(generator.integers(2 * most + 1, size=(2, len(images))))

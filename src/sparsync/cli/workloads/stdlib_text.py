@@ -44,7 +44,7 @@ def standard_library_files(root: Path | None = None) -> list[Path]:
     root = root or Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = {*inner} - _SKIPPED_FOLDERS  # ``walk`` does not enter the others
+        inner[:] = {*inner} - _SKIPPED_FOLDERS  # ``walk`` enters only the folders left in this list
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found, key=lambda file: file.relative_to(root).parts)
 
@@ -62,7 +62,7 @@ class ByteText:
 
     training: Tensor
     held_out: Tensor  # every twentieth file
-    context: int  # bytes that a model sees at once; a window has one more byte, the last target
+    context: int  # bytes that a model sees at once; a window has one more byte for the last target
 
     def __post_init__(self) -> None:
         shortest = min(self.training.numel(), self.held_out.numel())
@@ -74,9 +74,9 @@ class ByteText:
 
     @classmethod
     def of_standard_library(cls, *, context: int = 64, root: Path | None = None) -> ByteText:
-        """Read 8 MB of Python's standard library, the same bytes in every process with this Python.
+        """Read 8 MB of Python's standard library, or of the folder ``root``.
 
-        ``root`` is a folder to read instead of the standard library.
+        All processes with the same Python version read the same bytes.
         """
         parts = bytearray(), bytearray()
         left = 8_000_000
@@ -106,7 +106,7 @@ class ByteText:
         return self._windows(self.held_out, torch.arange(windows) * last // max(windows - 1, 1))
 
     def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Cut ``context + 1`` bytes at every start; targets lie one byte after tokens."""
+        """Cut ``context + 1`` bytes at every start; targets are the tokens shifted by one byte."""
         windows = text[starts[:, None] + torch.arange(self.context + 1)].long()
         return windows[:, :-1], windows[:, 1:]
 
@@ -138,7 +138,7 @@ class TextWorkload(Workload):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte of a text; pre-norm, with learned positions and torch's initial weights.
+    """A transformer that predicts the next byte; pre-norm, learned positions, torch's initial weights.
 
     The residual stream has ``width`` elements, a multiple of 32, which is the width of an attention
     head.
@@ -230,10 +230,10 @@ class BytesWorkload(TextWorkload):
 
 
 class ByteLstm(nn.Module):
-    """Predicts the next byte of a text: RedSync's recurrent test case, at this size.
+    """An LSTM that predicts the next byte of a text: RedSync's recurrent test case in a small form.
 
-    Embedding and output layer are not tied (as in the paper).  Every window starts from a zero state, so
-    the gradient is truncated at the start of the window.
+    The weights of the embedding and the output layer are not tied (as in the paper).  Every window starts
+    from a zero state, so the gradient is truncated at the start of the window.
 
     Example:
         >>> model = ByteLstm(seed=0)

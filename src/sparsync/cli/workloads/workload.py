@@ -36,15 +36,15 @@ Batch: TypeAlias = "tuple[Tensors, Tensors]"  # inputs and targets
 
 PADDING = (
     -100
-)  # marks a position without target, which no loss counts (torch's own ``ignore_index``)
+)  # marks a position without a target, which losses ignore (torch's default ``ignore_index``)
 
 
 @dataclass(frozen=True)
 class Defaults:
     """Default settings of a workload.
 
-    The papers' workloads take their settings from the papers.  For the others, the settings are the best
-    of at least three that were tried with dense.
+    The papers' workloads take their settings from the papers.  For the others, at least three settings
+    were tried with dense, and these were the best.
     """
 
     sgd_lr: float  # learning rate of SGD with momentum 0.9
@@ -57,7 +57,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Draw:
-    """Everything that determines a batch.
+    """All values that determine a rank's batch at a step.
 
     Example:
         >>> sorted(Draw(seed=0, step=0, rank=1, world_size=2, batch_size=4).samples(8).tolist())
@@ -75,10 +75,10 @@ class Draw:
         return np.random.default_rng([self.seed, self.step, self.rank])
 
     def samples(self, count: int) -> Tensor:
-        """Return which of ``count`` samples are in the batch, `[batch_size]`.
+        """Return the indices of the batch's samples among ``count``, `[batch_size]`.
 
-        Each rank has every ``world_size``-th sample, reshuffled each epoch; a batch may span several
-        epochs.
+        Each rank owns every ``world_size``-th sample, and reshuffles its samples in each epoch; a batch
+        may span several epochs.
 
         Raises:
             ConfigurationError: this rank has no sample.
@@ -105,7 +105,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over held-out targets; the sums of disjoint shares add up to those of the whole.
+    """Sums over held-out targets; sums over disjoint shares add up to the sums over all targets.
 
     Example:
         >>> whole = Evaluation.total([Evaluation(3.0, 4, 5), Evaluation(1.0, 5, 5)])
@@ -114,7 +114,7 @@ class Evaluation:
     """
 
     loss_sum: float = 0.0  # cross entropy in nats, or another loss
-    hits: int = 0  # targets that the model found most probable
+    hits: int = 0  # targets to which the model gave the highest probability
     count: int = 0  # number of targets
     # further sums, from which ``Objective.figures`` computes its figures
     more: Counter[str] = field(default_factory=Counter)
@@ -234,14 +234,14 @@ class Workload(ABC):
 
     @abstractmethod
     def batch(self, draw: Draw) -> Batch:
-        """Return a rank's inputs and targets at a step, which depend only on the draw."""
+        """Return a rank's inputs and targets at a step; they depend only on ``draw``."""
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Return the held-out inputs and targets, if they are two tensors."""
         raise NotImplementedError
 
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """Yield a rank's share of the held-out samples, equal for every seed; default: ``held_out``'s."""
+        """Yield a rank's share of the held-out samples, by default ``held_out``'s; no seed affects it."""
         inputs, targets = (part[rank::world_size] for part in self.held_out())
         for start in range(0, len(inputs), batch_size):
             part = slice(start, start + batch_size)
@@ -274,7 +274,8 @@ class Workload(ABC):
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter is a weight matrix other than an embedding or the output layer ("head").
 
-    The gradients of such matrices are spread evenly, as selecting k of every block assumes.  Those of
-    embeddings and of the output layer are concentrated in the rows of a few bytes.
+    Selecting k entries of every block assumes that large entries are spread evenly, as they are in the
+    gradients of such matrices.  In embeddings and the output layer, they concentrate in the rows of a few
+    bytes.
     """
     return parameter.dim() >= 2 and "embedding" not in name and not name.startswith("head.")

@@ -1,9 +1,9 @@
 """Optimizers for comparison: Ok-Topk's Algorithm 2 verbatim, and variants of sparse Adam.
 
-``attach`` sees gradients, so its residual is in gradient space and stays valid when the learning
-rate changes. Here, ranks accumulate and exchange the *update* ``lr * gradient`` (update space;
-Ok-Topk, Algorithm 2), so the residual is scaled by the learning rate of the step that contributed
-to it.
+``attach`` sees gradients, so its residual consists of gradients and stays valid when the learning
+rate changes. Here, ranks accumulate and exchange the *update* ``lr * gradient`` ("update space";
+Ok-Topk, Algorithm 2). Each contribution to the residual is therefore scaled by the learning rate
+of its step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class LocalAdamW(torch.optim.AdamW):
         v' = m^2 + (v - m^2) / P                                averaging reduces the noise
         w = w - lr (m / (sqrt(v') + eps) + weight_decay w)      with m, v corrected for bias
 
-    With the local second moment, steps would be up to sqrt(P) times shorter (``benchmarks/adam.md``).
+    With the local second moment in place of the estimate v', steps would be up to sqrt(P) times
+    shorter (``benchmarks/adam.md``).
     """
 
     def __init__(self, params: Iterable[Any], world_size: int, **options: Any) -> None:
@@ -143,7 +144,7 @@ class UpdateSpace(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse a GradScaler, which reads this attribute and could skip the step on one rank only."""
+        """Refuse a GradScaler, which reads this attribute: it could skip the step on some ranks only."""
         raise ConfigurationError(
             f"{type(self).__name__} does not support a GradScaler: a rank that skipped its step "
             "would leave the others waiting; use bfloat16 autocast, which needs none, or "
@@ -161,7 +162,7 @@ class UpdateSpace(torch.optim.Optimizer):
         groups = {p: group for group in self.param_groups for p in group["params"]}
         updates = [self._updates(unit, groups) for unit in self.reducer.units]
         try:
-            run(self.reducer.reduce(updates))  # in place
+            run(self.reducer.reduce(updates))  # replaces the updates by the result
         except NonFiniteGradientError:
             self.reducer.skip()
             raise
@@ -220,7 +221,7 @@ class UpdateSpace(torch.optim.Optimizer):
 
 @final
 class UpdateSpaceSGD(UpdateSpace):
-    """SGD whose updates are exchanged sparsely (Ok-Topk, Algorithm 2).  The model is not wrapped.
+    """SGD that exchanges its updates sparsely (Ok-Topk, Algorithm 2).  The model is not wrapped.
 
     ::
 
@@ -229,9 +230,9 @@ class UpdateSpaceSGD(UpdateSpace):
         residual = acc outside indexes            line 6
         w = w - u / P                             line 7
 
-    The model must be equal on all ranks; schedulers may change ``lr`` between steps.  ``options``
-    are density (k / n), comm, unit_bytes and compress as in ``sparsync.attach``; all others are
-    options of the preset.
+    The model must be equal on all ranks; schedulers may change ``lr`` between steps.  The
+    ``options`` density (k / n), comm, unit_bytes and compress mean the same as in
+    ``sparsync.attach``; all others are options of the preset.
 
     Raises:
         ConfigurationError: the module is DDP's, lr < 0, the density is out of range, or an
@@ -253,7 +254,7 @@ class UpdateSpaceSGD(UpdateSpace):
     def __init__(
         self, model: nn.Module, lr: float, algorithm: str | Algorithm = "oktopk", **options: Any
     ) -> None:
-        torch.optim.SGD(model.parameters(), lr)  # checks it
+        torch.optim.SGD(model.parameters(), lr)  # checks ``lr``
         super().__init__(model, {"lr": lr}, algorithm, **options)
 
     def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
@@ -263,7 +264,7 @@ class UpdateSpaceSGD(UpdateSpace):
 
 @final
 class UpdateSpaceAdamW(UpdateSpace):
-    """AdamW whose updates are exchanged sparsely; moments are local.  The model is not wrapped.
+    """AdamW that exchanges its updates sparsely; moments are local.  The model is not wrapped.
 
     ::
 
@@ -272,23 +273,24 @@ class UpdateSpaceAdamW(UpdateSpace):
         w = (1 - lr weight_decay) w - mean of the delivered entries
 
     Args:
-        model: as for ``UpdateSpaceSGD``; so are ``lr``, ``algorithm`` and ``options``.
+        model: as for ``UpdateSpaceSGD``, like ``lr``, ``algorithm`` and ``options``.
         betas: b1 and b2.
         eps: number added to the square root.
         weight_decay: decoupled, applied equally on all ranks.
         second_moment: "local"; "frozen": averaged over ranks after the warm-up and then kept, as
-            in 1-bit Adam (an element without a moment gets its tensor's mean); or "refreshed":
+            in 1-bit Adam (an element whose moment is 0 gets its tensor's mean); or "refreshed":
             averaged after the warm-up and every ``refresh_period`` steps, and local in between.
-        refresh_period: steps between averages; each is a dense allreduce of n elements.
-        warmup_steps: number of first steps that are exchanged dense.
+        refresh_period: steps between averages; each average is a dense allreduce of n elements.
+        warmup_steps: number of steps at the start whose updates are exchanged dense.
 
     Raises:
         ConfigurationError: an argument is invalid, or "frozen" has no warm-up.
         NonFiniteGradientError: from ``step``; parameters and residuals are unchanged, as are the
             moments of parameters whose local gradient was not finite.
 
-    State: torch's (local moments) and the reducer's.   Differs from the paper: Ok-Topk exchanges
-    gradients under Adam.
+    State: torch's (local moments) and the reducer's.
+
+    Differs from the paper: with Adam, Ok-Topk exchanges gradients.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False); _ = nn.init.ones_(model.weight)
@@ -356,7 +358,8 @@ class UpdateSpaceAdamW(UpdateSpace):
                 if frozen and state["step"]:
                     square = square / (1 - beta2 ** state["step"])
                 flat = run(comm.allreduce(square.reshape(-1), "second moment")) / comm.world_size
-                if frozen:  # without a floor, elements never seen would take giant steps
+                # without a floor, elements that never had a gradient would take giant steps
+                if frozen:
                     floor = flat.mean() if bool(flat.any()) else torch.ones(())
                     flat = torch.where(flat > 0, flat, floor)
                 state["exp_avg_sq"].copy_(flat.view(square.shape))
@@ -364,7 +367,7 @@ class UpdateSpaceAdamW(UpdateSpace):
     def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        if not bool(torch.isfinite(gradient).all()):  # all ranks will refuse: keep the moments
+        if not bool(torch.isfinite(gradient).all()):  # all ranks will refuse it: keep moments
             update.fill_(torch.nan)
             return
         state = _state_of(self, parameter)

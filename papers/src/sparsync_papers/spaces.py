@@ -25,7 +25,7 @@ __all__ = ["Local", "Updates"]
 
 @final
 class Updates(Exchange):
-    """Exchanges updates by ``UpdateSpaceSGD`` or ``UpdateSpaceAdamW``."""
+    """Exchanges updates with ``UpdateSpaceSGD`` or ``UpdateSpaceAdamW``."""
 
     def __init__(self, settings: TrainSettings, algorithm: Algorithm, model: nn.Module) -> None:
         lr, comm = settings.lr, settings.connect()
@@ -53,7 +53,7 @@ class Updates(Exchange):
 
 @final
 class Local(Exchange):
-    """Exchanges each rank's local progress by ``OuterAverager``; the weights keep the residual."""
+    """Exchanges each rank's local progress with ``OuterAverager``; its weights keep the residual."""
 
     def __init__(self, settings: TrainSettings, algorithm: Algorithm, model: nn.Module) -> None:
         comm, decay = settings.connect(), settings.weight_decay

@@ -37,11 +37,11 @@ __all__ = ["MODELS", "PaperModel", "parameter_count"]
 class PaperModel(NamedTuple):
     """A paper's model, with the facts that the paper states about it."""
 
-    build: Callable[..., nn.Module]  # builds the model, without arguments in the paper's size
+    build: Callable[..., nn.Module]  # builds the model; without arguments, in the paper's size
     parameters: int  # number of learnable parameters
     paper: str  # sections that use the model and state its size
-    stated: str  # size stated in the paper; "": none
-    dataset: str  # data set of the paper's training
+    stated: str  # size stated in the paper; "" if there is none
+    dataset: str  # data set on which the paper trains the model
 
 
 _ptb = partial(LstmLanguageModel, vocabulary=10_000)

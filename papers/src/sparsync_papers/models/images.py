@@ -1,9 +1,9 @@
 """Image classifiers: AlexNet, VGG-16 and residual networks.
 
 They map images `[batch, 3, height, width]`, ``float32``, to logits `[batch, classes]`.  Images
-have 32 x 32 pixels for CIFAR-10 and 224 x 224 for ImageNet; ImageNet's networks also accept other
-sizes, which they pool to the input size of their last layers. ``width`` is the number of channels
-of the first stage; the other stages scale with it.
+have 32 x 32 pixels for CIFAR-10 and 224 x 224 for ImageNet. Networks for ImageNet also accept other
+sizes, because they pool the features to the size that their last layers need. ``width`` is the
+number of channels of the first stage; the other stages scale with it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# VGG's stages: channels as multiples of the width, and the number of convolutions
+# (channels as a multiple of the width, number of convolutions) for each stage of VGG
 _STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
 
 
 class ImageClassifier(nn.Module):
-    """A network that extracts features of an image, and a fully connected layer that classifies them."""
+    """A network that extracts an image's features, and a fully connected layer that classifies them."""
 
     def __init__(self, features: nn.Module, head: nn.Linear) -> None:
         super().__init__()
@@ -33,11 +33,12 @@ class ImageClassifier(nn.Module):
 
 
 def he_(module: nn.Module) -> None:
-    """Initialise the weights in place, for ReLUs.
+    """Initialise the weights in place, in the way that suits ReLUs.
 
-    Convolutions are normal with variance 2 / (outputs to which an input contributes) (He et al.
-    2015). Fully connected layers are normal with standard deviation 0.01, and their biases are 0.
-    Normalisation layers have weight 1 and bias 0, as in torch.
+    The weights of convolutions are normal with variance 2 / (number of outputs to which an input
+    contributes) (He et al. 2015). The weights of fully connected layers are normal with standard
+    deviation 0.01, and their biases are 0. Normalisation layers have weight 1 and bias 0, as in
+    torch.
 
     References: He et al., `Delving Deep into Rectifiers <https://arxiv.org/abs/1502.01852>`_, 2015;
     Goyal et al., `Accurate, Large Minibatch SGD <https://arxiv.org/abs/1706.02677>`_, 2017.
@@ -58,10 +59,9 @@ def alexnet(
 
     Images must have at least 63 x 63 pixels.
 
-    Free choices: the network has one column, without response normalisation (Krizhevsky 2014), as
-    is usual in PyTorch, which RedSync used. The stated size would also fit the two-column network
-    of 2012 (60,965,224 parameters).
-
+    Free choices: the network has one column and no response normalisation (Krizhevsky 2014). This
+    is the usual form in PyTorch, which RedSync used. The two-column network of 2012 (60,965,224
+    parameters) would also have the stated size.
 
     References: Krizhevsky, `One Weird Trick for Parallelizing Convolutional Neural Networks
     <https://arxiv.org/abs/1404.5997>`_, 2014.
@@ -95,8 +95,8 @@ def alexnet(
 def vgg16_cifar10(*, width: int = 64, classes: int = 10) -> ImageClassifier:
     """Build the VGG-16 of Ok-Topk (Table 2) and RedSync (Table 1): 14,728,266 parameters.
 
-    Free choices: convolutions have biases and are batch-normalised, and there is one fully
-    connected layer. Only these choices give both papers' numbers.
+    Free choices: convolutions have biases and are followed by batch normalisation, and there is one
+    fully connected layer. Only these choices give both papers' parameter counts.
 
     References: Simonyan & Zisserman, `Very Deep Convolutional Networks for Large-Scale Image
     Recognition <https://arxiv.org/abs/1409.1556>`_, 2014.
@@ -144,7 +144,7 @@ def _convolutions(width: int, *, normalised: bool) -> list[nn.Module]:
 
 
 class _Residual(nn.Module):
-    """A block ``relu(body(x) + shortcut(x))``: two 3x3 convolutions, or a bottleneck of three."""
+    """A block ``relu(body(x) + shortcut(x))``; the body is two 3x3 convolutions or a bottleneck."""
 
     def __init__(self, before: int, width: int, *, stride: int, bottleneck: bool) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class _Residual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block; images get its number of channels and are reduced by its stride."""
+        """Apply the block, which changes the number of channels and divides the size by its stride."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
@@ -192,7 +192,7 @@ def resnet44_cifar10(*, width: int = 16, classes: int = 10) -> ImageClassifier:
     """Build the ResNet-44 of RedSync (Table 1, "2.65 MB"): 661,338 parameters.
 
     Free choices: shortcuts are projections where the width changes (option B of He et al., section
-    4.1); with shortcuts without parameters (option A), the size would be 2.63 MB.
+    4.1). With parameter-free shortcuts (option A), the size would be 2.63 MB.
 
     References: He et al., `Deep Residual Learning for Image Recognition
     <https://arxiv.org/abs/1512.03385>`_, 2015, section 4.2.
@@ -211,10 +211,10 @@ def resnet50(*, width: int = 64, classes: int = 1001) -> ImageClassifier:
     It is also the ResNet-50 of RedSync (Table 1: "103 MB"; here 102.2, or 102.4 with the statistics
     of batch normalisation) and SparCML (section 8.4: "approximately 25 million").
 
-    Free choices: there are 1,001 classes, including "background" (the first or last class, never a
-    target), as is usual in TensorFlow; only this gives WAGMA's count. With ``classes=1000``, there
-    are 25,557,032 parameters. In a bottleneck that halves the image size, the 3x3 convolution has
-    the stride.
+    Free choices: there are 1,001 classes, including "background" (the first or last class, which is
+    never a target), as is usual in TensorFlow. Only this gives WAGMA's parameter count; with
+    ``classes=1000``, there are 25,557,032 parameters. A bottleneck that halves the image size does
+    so in its 3x3 convolution.
 
     References: see ``resnet44_cifar10``.
     """
@@ -224,10 +224,10 @@ def resnet50(*, width: int = 64, classes: int = 1001) -> ImageClassifier:
 def resnet18x4(*, width: int = 256, classes: int = 1000) -> ImageClassifier:
     """Build the 4xResNet18 of SparCML (section 8.4): 180,645,096 parameters.
 
-    All layers, including the first convolution, are four times as wide as in ResNet-18. "More
-    than 2M" of the parameters are in the last layer: 2,048 features and 1,000 classes.
+    All layers, including the first convolution, are four times as wide as in ResNet-18. The last
+    layer, with 2,048 features and 1,000 classes, contains the paper's "more than 2M" parameters.
 
-    Free choices: the classes are those of ImageNet-1K (Table 3; the text says 11K once).
+    Free choices: the classes are ImageNet-1K's (Table 3; the text once says 11K).
 
     References: Zagoruyko & Komodakis, `Wide Residual Networks <https://arxiv.org/abs/1605.07146>`_,
     2016.

@@ -8,17 +8,17 @@ from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError, require
 
-# the stages of a ResNet-18: multiples of the width, and numbers of blocks
+# the stages of the encoder: (channels as a multiple of the width, number of blocks)
 _STAGES = ((2, 1), (2, 2), (2, 4), (2, 8))
-_SIDE = 256  # pixels; halved first, then divided by 32: 4 x 4 remain
+_SIDE = 256  # pixels per side; halved first, then divided by 32, so 4 x 4 remain
 _FEATURES = 2048  # outputs of the encoder, before its fully connected layer
-_EMBEDDED = 32  # numbers that describe the goal, and as many for the last action
+_EMBEDDED = 32  # size of the goal's embedding, and of the last action's
 
 State = tuple[Tensor, Tensor]
 
 
 class _Block(nn.Module):
-    """Two convolutions and a shortcut, with group normalisation, because workers' batches are small."""
+    """Two convolutions and a shortcut; group normalisation, because workers' batches are small."""
 
     def __init__(self, inner: int, outer: int, *, stride: int, groups: int) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class NavigationPolicy(nn.Module):
     the goal and the last action. Two fully connected layers return the action logits and the
     value.
 
-    Free choices: the paper states the parts and the parameter count. The rest follows DD-PPO's
+    Free choices: the paper states only the parts and the parameter count. The rest follows DD-PPO's
     agent for point goals, which has exactly this count with one channel (depth), four actions and
-    512 units. With colours and depth, it would have 8,481,125.
+    512 units. With colours and depth, it would have 8,481,125 parameters.
 
     Args:
         width: channels of the first stage, even.
@@ -122,7 +122,7 @@ class NavigationPolicy(nn.Module):
             empty = inputs.new_zeros(self.memory.num_layers, batch, self.memory.hidden_size)
             state = empty, empty
         outputs = []
-        for step in range(steps):  # an episode may begin within the sequence, elsewhere in each row
+        for step in range(steps):  # one at a time, because episodes may begin within the sequence
             goes_on = (last[step] != 0).to(inputs.dtype)[None, :, None]
             kept = state[0] * goes_on, state[1] * goes_on
             output, state = self.memory(inputs[step : step + 1], kept)

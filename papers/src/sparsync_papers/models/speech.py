@@ -1,4 +1,4 @@
-"""Recognise speech as in Deep Speech 2: convolutions, LSTM layers, and a letter for every 20 ms."""
+"""A speech recogniser like Deep Speech 2: convolutions, LSTM layers, and a letter for every 20 ms."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from sparsync_papers.models.images import he_
 
 
 class SpeechLstm(nn.Module):
-    """Two convolutions, LSTM layers with batch normalisation between them, a lookahead, and a head.
+    """Two convolutions, LSTM layers with batch normalisation, a lookahead layer, and an output layer.
 
     This is the speech recogniser of Ok-Topk (Table 2, "LSTM") with 27,569,568 parameters.  It maps
     spectrograms `[batch, 1, 161, frames]`, ``float32``, to logits `[batch, (frames + 1) // 2, 29]`.
 
     Free choices: the structure is Deep Speech 2 in one direction. LSTM layers have torch's two
     biases, the lookahead covers 20 positions with a weight per position and feature, and the last
-    layer has no bias. These choices give the count. Convolutions and the last layer are
-    initialised by ``he_``; the LSTM and the lookahead keep torch's uniform initial weights.
+    layer has no bias. These choices give the paper's parameter count. Convolutions and the last
+    layer are initialised by ``he_``; the LSTM and the lookahead keep torch's uniform initial
+    weights.
 
     Differs from the paper: padding after the end of an utterance is treated as silence instead of
     being masked. This affects the statistics of batch normalisation and at most the last 27

@@ -13,25 +13,25 @@ _EPSILON = 1e-12  # epsilon of BERT's layer normalisation (Devlin et al., publis
 
 
 class LstmLanguageModel(nn.Module):
-    """Predicts the next word; embedding and output layer are not tied.
+    """An LSTM that predicts the next word; embedding and output layer do not share weights.
 
-        This is the LSTM of RedSync (section 6.2 and Table 1).  It has 66,034,000 parameters with the
-        10,000 words of the Penn Treebank ("264 MB"), and 135,891,278 with the 33,278 words of
-        WikiText-2 ("543 MB").  It maps tokens `[batch, positions]`, ``int64``, to logits `[batch,
-        positions, vocabulary]`.
+    This is the LSTM of RedSync (section 6.2 and Table 1).  It has 66,034,000 parameters with the
+    10,000 words of the Penn Treebank ("264 MB"), and 135,891,278 with the 33,278 words of
+    WikiText-2 ("543 MB").  It maps tokens `[batch, positions]`, ``int64``, to logits `[batch,
+    positions, vocabulary]`.
 
-        Free choices: each gate has torch's two biases, and embeddings are as wide as the layers, which
-        both sizes of Table 1 require. Initial weights are uniform within 0.1 for the embedding and the
-        output layer, whose bias is 0. The LSTM keeps torch's initial weights, which are uniform within
-        1 / sqrt(``width``) = 0.026.
+    Free choices: each gate has torch's two biases, and embeddings are as wide as the layers. Both
+    sizes of Table 1 require these choices. Initial weights are uniform within 0.1 for the embedding
+    and the output layer, whose bias is 0. The LSTM keeps torch's initial weights, which are uniform
+    within 1 / sqrt(``width``) = 0.026.
 
-        Differs from the paper: every window starts from a zero state. ``dropout`` is applied before,
-    between and after the layers (as in the large network of Zaremba
-        et al.; RedSync names no dropout).
+    Differs from the paper: every window starts from a zero state. ``dropout`` is applied before,
+    between and after the layers, as in the large network of Zaremba et al.; RedSync mentions no
+    dropout.
 
-        References: Press & Wolf, `Using the Output Embedding to Improve Language Models
-        <https://arxiv.org/abs/1608.05859>`_, 2016; Zaremba et al., `Recurrent Neural Network
-        Regularization <https://arxiv.org/abs/1409.2329>`_, 2014.
+    References: Press & Wolf, `Using the Output Embedding to Improve Language Models
+    <https://arxiv.org/abs/1608.05859>`_, 2016; Zaremba et al., `Recurrent Neural Network
+    Regularization <https://arxiv.org/abs/1409.2329>`_, 2014.
     """
 
     def __init__(
@@ -55,19 +55,20 @@ class LstmLanguageModel(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """An encoder whose final state is the decoder's initial state.
+    """Two LSTMs for sequence to sequence: the encoder's final state is the decoder's initial state.
 
     This is the "encoder-decoder network consisting of two LSTM cells each" of SparCML (section
     8.3).  It maps pairs of tokens `[batch, positions]`, ``int64``, to logits `[batch, target
     positions, target_vocabulary]`.
 
-    It has 19,821,440 parameters for ATIS, with CNTK's 944 words and padding, 127 labels and a
-    start token. For Hansards, with 30,000 words of each language, it has 88,048,944 (the paper
-    states no size).
+    For ATIS, it has 19,821,440 parameters: the sources are CNTK's 944 words and padding, the
+    targets 127 labels and a start token. For Hansards, with 30,000 words of each language, it has
+    88,048,944 parameters (the paper states no size).
 
-    Free choices: a width of 768, which gives ATIS 19.8 M parameters and 79 MB ("approximately 20M",
-    "80 MB"), and no attention.  Otherwise, SparCML names CNTK's defaults.  Initial weights are
-    torch's own (normal for embeddings, uniform within 1 / sqrt(``width``) for the rest).
+    Free choices: there is no attention, and the width is 768. For ATIS, this gives 19.8 M
+    parameters and 79 MB ("approximately 20M", "80 MB"). For everything else, SparCML refers to
+    CNTK's defaults.  Initial weights are torch's own (normal for embeddings, uniform within
+    1 / sqrt(``width``) for the rest).
 
     References: Sutskever et al., `Sequence to Sequence Learning with Neural Networks
     <https://arxiv.org/abs/1409.3215>`_, 2014.
@@ -93,8 +94,8 @@ class EncoderDecoder(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return logits `[batch, target positions, target_vocabulary]` of each target's next token.
 
-        ``padding`` at the end of the source is ignored.  The target is the output so far, after a
-        start token.
+        ``padding`` at the end of the source is ignored.  The target consists of a start token and
+        the output so far.
         """
         lengths = (source != self.padding).sum(1).clamp(min=1).cpu()
         read = pack_padded_sequence(
@@ -107,16 +108,16 @@ class EncoderDecoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder of one sentence and a decoder of another, which share one embedding table.
+    """A Transformer that translates sentences; encoder and decoder share one embedding table.
 
     This is the "standard-sized" Transformer of WAGMA (section 5.3), with 61,362,176 parameters.  It
     maps pairs of tokens `[batch, positions]`, ``int64``, to logits `[batch, target positions,
     vocabulary]`.
 
     Free choices: both languages share a vocabulary of 33,708 subwords, and their embedding table
-    is also the output layer. Attention has no biases. Normalisation comes before every part and
-    once at the end, as in TensorFlow's reference model. These choices give the count. Initial
-    weights are Glorot uniform; embeddings are normal with variance 1 / ``width``.
+    is also the output layer. Attention has no biases. Normalisation comes before every sublayer and
+    once at the end, as in TensorFlow's reference model. These choices give the paper's parameter
+    count. Initial weights are Glorot uniform; embeddings are normal with variance 1 / ``width``.
 
     Raises:
         ConfigurationError: ``width`` is odd.
@@ -164,8 +165,8 @@ class Transformer(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Return the logits `[batch, target positions, vocabulary]` of each target's next token.
 
-        The source's ``padding`` is masked.  The target is the translation so far, after a start
-        token, and is padded only at the end.
+        The source's ``padding`` is masked.  The target consists of a start token and the
+        translation so far, and is padded only at the end.
         """
         padding = source == self.padding
         later = nn.Transformer.generate_square_subsequent_mask(target.shape[1], target.device)
@@ -195,18 +196,17 @@ def _sinusoids(positions: int, width: int, device: torch.device) -> Tensor:
 
 
 class Bert(nn.Module):
-    """Embeddings, blocks, a head for masked words, and a head for next-sentence prediction.
+    """BERT for pre-training, with a head for masked words and a head for next-sentence prediction.
 
-    This is the BERT of Ok-Topk (Table 2), i.e. BERT-base for pre-training, with 133,547,324
-    parameters.  It maps tokens and segments `[batch, positions]`, ``int64``, to the logits of the
-    masked words `[batch, positions, vocabulary]` and of the next sentence `[batch, 2]`; both losses
-    are added.
+    This is the BERT of Ok-Topk (Table 2), i.e. BERT-base, with 133,547,324 parameters.  It maps
+    tokens and segments `[batch, positions]`, ``int64``, to logits for the masked words `[batch,
+    positions, vocabulary]` and for the next sentence `[batch, 2]`.  Training adds both losses.
 
-    Free choices: the vocabulary is the uncased one, and the output layer is separate. With the
-    output layer tied to the embedding, as in the BERT paper, the count would be 110,106,428.
-    Initial weights are normal with standard deviation 0.02, and biases are 0, as is usual in
-    PyTorch (BERT truncates at 0.04, which takes half a minute to draw). PyTorch's block has one
-    more dropout, between its two linear layers.
+    Free choices: the vocabulary is the uncased one, and the output layer has its own weights. With
+    the output layer tied to the embedding, as in the BERT paper, there would be 110,106,428
+    parameters. Initial weights are normal with standard deviation 0.02, and biases are 0, as is
+    usual in PyTorch. (BERT truncates the distribution at 0.04, but drawing such weights takes half
+    a minute.) PyTorch's block has one more dropout, between its two linear layers.
 
     References: Devlin et al., `BERT <https://arxiv.org/abs/1810.04805>`_, 2018.
     """
@@ -249,9 +249,9 @@ class Bert(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the words' logits `[batch, positions, vocabulary]` and the sentences' `[batch, 2]`.
+        """Return word logits `[batch, positions, vocabulary]` and next-sentence logits `[batch, 2]`.
 
-        Tokens equal to ``padding`` are masked; without segments all tokens belong to the first
+        Tokens equal to ``padding`` are masked.  Without segments, all tokens belong to the first
         sentence.
 
         Raises:

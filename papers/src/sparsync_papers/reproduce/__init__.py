@@ -25,7 +25,7 @@ Cell = str | int | float | bool | None
 Row = Mapping[str, Cell]
 Points = Sequence[tuple[float | str, float]]
 
-# networks that the papers name; the papers state no numbers, so these are assumed
+# networks that the papers name without stating their speed, so these numbers are assumed
 ARIES = Links(alpha=1.5e-6, beta=1e-10)  # assumed: a supercomputer's MPI, 10 GB/s
 GIGE = Links(alpha=50e-6, beta=8e-9)  # assumed: 1 Gbit/s
 
@@ -40,12 +40,12 @@ def _nothing(total: int) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings with which an artifact runs."""
+    """The settings of an artifact's run."""
 
     seed: int = 0  # seed of models, data and inputs
     quick: bool = False  # scaled down to run in seconds, to test the code rather than the paper
-    steps: int | None = None  # of each training run; None: the artifact's own number
-    seeds: int | None = None  # number of runs, from ``seed`` on; None: the artifact's own number
+    steps: int | None = None  # steps of each training run; None: the artifact's default
+    seeds: int | None = None  # number of seeds, counted from ``seed``; None: the artifact's default
     # called after each piece of work, with the total number of pieces
     advance: Callable[[int], None] = _nothing
 
@@ -59,11 +59,11 @@ class Settings:
         return quick if self.quick else whole
 
     def steps_or(self, whole: int, quick: int) -> int:
-        """Return the requested number of steps, or the result of ``pick``."""
+        """Return the requested number of steps, by default the result of ``pick``."""
         return self.steps or self.pick(whole, quick)
 
     def seeds_or(self, whole: int) -> range:
-        """Return the requested number of seeds, by default ``whole``, or one in a quick run.
+        """Return the seeds to run: as many as requested, by default ``whole``, or one in a quick run.
 
         Example:
             >>> Settings(seed=5, seeds=2).seeds_or(4), Settings(quick=True).seeds_or(4)
@@ -85,11 +85,11 @@ class Comparison:
 
     what: str  # the quantity
     says: str  # in the paper's words or numbers
-    where: str  # section, figure or table
+    where: str  # the paper's section, figure or table
     ours: str  # this run's number with its unit
-    same: bool  # whether it supports the paper's conclusion
-    otherwise: str = ""  # the reason if it does not
-    remark: str = ""  # a remark if it does
+    same: bool  # whether this run's number supports the paper's conclusion
+    otherwise: str = ""  # the reason why it does not
+    remark: str = ""  # a remark to show if it does
 
     def __post_init__(self) -> None:
         if not self.same and not self.otherwise:
@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def why(self) -> str:
-        """The reason for a no, or the remark."""
+        """The reason why the conclusion is not supported, or the remark if it is."""
         return self.remark if self.same else self.otherwise
 
 
@@ -105,23 +105,23 @@ class Comparison:
 class Panel:
     """The data of a plot with curves, grouped bars or stacked bars, for ``drawing``."""
 
-    title: str  # above it
-    x: str  # label of the axis; for bars, the meaning of the groups
-    y: str  # label of the axis, with the unit
-    # values by name: points ``(x, y)`` of a curve, or ``(group, height)`` of bars
+    title: str  # title above the plot
+    x: str  # label of the x axis; for bars, the meaning of the groups
+    y: str  # label of the y axis, with the unit
+    # name -> points ``(x, y)`` of a curve, or ``(group, height)`` of bars
     series: Mapping[str, Points]
-    kind: Literal["curves", "bars", "stacks"] = "curves"  # of plot
-    log: Literal["", "x", "y", "xy"] = ""  # axes that are logarithmic: "", "x", "y" or "xy"
-    level: float | None = None  # height of a thin line across, None for none
+    kind: Literal["curves", "bars", "stacks"] = "curves"  # kind of plot
+    log: Literal["", "x", "y", "xy"] = ""  # the logarithmic axes
+    level: float | None = None  # height of a thin horizontal line; None for no line
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The result of a run."""
 
-    rows: Sequence[Row]  # the numbers, equal keys in all rows
-    comparisons: Sequence[Comparison]  # with the paper's figures
-    settings: Mapping[str, Cell]  # of this run, by name
+    rows: Sequence[Row]  # the measured numbers; all rows have the same keys
+    comparisons: Sequence[Comparison]  # comparisons with the paper's figures
+    settings: Mapping[str, Cell]  # this run's settings by name
     differs: str  # differences from the paper, in a sentence or two
     panels: Sequence[Panel] = ()  # plots, side by side
 
@@ -134,14 +134,14 @@ class Artifact:
     """A reproduced table or figure of a paper."""
 
     name: str  # its name for ``sparsync reproduce``; begins with the paper's short name
-    title: str  # what it shows
-    conclusion: str  # the authors' conclusion, which is compared
+    title: str  # the content of the table or figure
+    conclusion: str  # the authors' conclusion, which the run tests
     minutes: float  # approximate duration of a run on two cores
-    run: Run  # runs it
-    own_progress: bool = False  # the code that it runs shows its own progress
-    # of each training, unless ``Settings.steps`` says otherwise; 0: it trains none of a fixed number
+    run: Run  # the function that reproduces it
+    own_progress: bool = False  # whether the code that it calls shows its own progress
+    # default number of steps of each training (see ``Settings.steps``); 0: ``--steps`` does not apply
     steps: int = 0
-    repeats: bool = False  # with as many seeds as ``Settings.seeds`` says
+    repeats: bool = False  # whether it runs with several seeds (see ``Settings.seeds``)
 
     @property
     def paper(self) -> str:
@@ -158,7 +158,7 @@ def artifact(
     steps: int = 0,
     repeats: bool = False,
 ) -> Callable[[Run], Artifact]:
-    """Make an artifact from the function that runs it; the function's docstring is the title.
+    """Make an artifact from the function that reproduces it; the function's docstring is the title.
 
     Example:
         >>> @artifact("oktopk-half", "a half is 0.5", minutes=0.1)
@@ -182,13 +182,13 @@ def artifact(
 class Unavailable:
     """A table or figure that is not reproduced."""
 
-    what: str  # table or figure
-    paper: str  # its short name
-    reason: str  # in a sentence
+    what: str  # the table or figure
+    paper: str  # the paper's short name
+    reason: str  # the reason, in a sentence
 
 
 class Table(list[Row]):
-    """Rows of results, with access by column.
+    """Rows of results whose columns can be read as lists and curves.
 
     Example:
         >>> table = Table([{"P": 2, "s": 0.5, "of": "a"}, {"P": 2, "s": 0.7, "of": "b"}])
@@ -199,7 +199,7 @@ class Table(list[Row]):
     """
 
     def where(self, cells: Row) -> Table:
-        """Return the rows that contain these cells."""
+        """Return the rows whose cells include ``cells``."""
         return Table(row for row in self if all(row[key] == v for key, v in cells.items()))
 
     def column(self, key: str) -> list[float]:
@@ -209,21 +209,21 @@ class Table(list[Row]):
         return [float(value or 0) for value in values]
 
     def points(self, x: str, y: str, where: Row | None = None) -> list[tuple[float, float]]:
-        """Return two columns of the rows that contain the cells of ``where``."""
+        """Return pairs from two columns, from the rows whose cells include ``where``."""
         rows = self.where(where or {})
         return list(zip(rows.column(x), rows.column(y), strict=True))
 
     def curves(
         self, x: str, y: str, by: str, where: Row | None = None
     ) -> dict[str, list[tuple[float, float]]]:
-        """Return a curve for every value of the column ``by``, in the order of the rows."""
+        """Return a curve for each value of the column ``by``, in the order of the rows."""
         rows = self.where(where or {})
         names = dict.fromkeys(row[by] for row in rows)
         return {str(name): rows.points(x, y, {by: name}) for name in names}
 
 
 def joined(values: Iterable[float], form: str = ".2f") -> str:
-    """Format numbers for a sentence.
+    """Join formatted numbers for a sentence.
 
     Example:
         >>> joined([0.5, 2])

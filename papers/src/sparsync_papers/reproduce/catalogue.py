@@ -1,4 +1,4 @@
-"""List all artifacts, and the tables and figures that cannot be reproduced."""
+"""All artifacts, and the tables and figures that cannot be reproduced."""
 
 from __future__ import annotations
 

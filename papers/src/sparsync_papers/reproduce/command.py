@@ -116,7 +116,7 @@ def reproduce(
 ) -> list[Finished]:
     """Run artifacts one after the other on one thread; record failures and continue."""
     done, threads = [], torch.get_num_threads()
-    torch.set_num_threads(1)  # virtual ranks take turns
+    torch.set_num_threads(1)  # virtual ranks take turns, so more threads would only wait
     try:
         for artifact in artifacts:
             done.append(_run(artifact, settings, draw=draw))
@@ -153,7 +153,7 @@ def _run(artifact: Artifact, settings: Settings, *, draw: bool) -> Finished:
         try:
             outcome = artifact.run(replace(settings, advance=bar))
             picture = png(outcome.panels) if draw and outcome.panels else None
-        except Exception as failure:  # run the other artifacts whatever this one raised
+        except Exception as failure:  # run the other artifacts, whatever this one raised
             outcome, error = None, f"{type(failure).__name__}: {failure}".splitlines()[0]
     seconds = time.perf_counter() - started
     return Finished(artifact, outcome, seconds, settings.seed, settings.quick, error, picture)

@@ -1,4 +1,4 @@
-"""Draw panels that remain readable in grey: line styles, markers and hatches differ."""
+"""Draw panels that are readable even in grey, because line styles, markers and hatches differ."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DASHES = (6, 1, 1, 1, 1, 1), (1, 1), (8, 2), (3, 1, 1, 1)
 _LINES = ("-", "--", "-.", ":", *((0, dashes) for dashes in _DASHES))
 _FILLS = ("#e8e8e8", "#9fb8cc", "#f0b98d", "#8a8a8a", "#c8d8b8", "#d5bfe0", "#ffffff")
 _HATCHES = ("", "///", "...", "", "xxx", "\\\\\\", "++")
-_FEW_POINTS = 20  # largest number of points of a curve with markers
+_FEW_POINTS = 20  # a curve with more points is drawn without markers
 _WIDTH_INCHES, _HEIGHT_INCHES = 4.9, 4.0  # size of a panel
-_FIT = 40  # letters that fit below a panel of bars; longer labels are rotated
-_BAR_SPACE = 0.8  # share of the distance between two groups
+_FIT = 40  # letters that fit below a panel of bars; if the labels need more, they are rotated
+_BAR_SPACE = 0.8  # width of a group of bars, as a share of the distance between two groups
 
 
 def png(panels: Sequence[Panel], *, dots_per_inch: int = 110) -> bytes:
@@ -67,7 +67,7 @@ def _curves(axis: Axes, panel: Panel) -> dict[str, Any]:
 
 
 def _bars(axis: Axes, panel: Panel) -> dict[str, Any]:
-    """Draw bars; return options that place the legend below, because bars leave no room inside."""
+    """Draw bars; return options that put the legend below the plot, because bars leave no room in it."""
     groups = list(dict.fromkeys(x for points in panel.series.values() for x, _ in points))
     bottom = dict.fromkeys(groups, 0.0)
     stacked = panel.kind == "stacks"

@@ -16,15 +16,15 @@ from sparsync.wire.codec import MessageFraming
 from sparsync_papers.reproduce import ARIES, Comparison, Outcome, Panel, Settings, Table, artifact
 from sparsync_papers.reproduce.sparcml_fill_in import gradients
 
-_RANKS = (8, 16, 32, 64)  # the text does not say which
+_RANKS = (8, 16, 32, 64)  # a choice made here; the text states no numbers
 _DENSITY = 0.01  # density of BERT in Figure 7
 _PERIOD = 64  # tau, steps between agreements on regions (section 5.3)
-_TRIGGER = 4.0  # times the mean count (section 5.3)
-_BERT_OVER_THIS = 100  # ratio of parameter counts; divides the bandwidth, so that times are BERT's
+_TRIGGER = 4.0  # balance if the largest count exceeds the mean by this factor (section 5.3)
+_BERT_OVER_THIS = 100  # ratio of parameter counts; divides the bandwidth, so times match BERT's
 _K = 8192  # entries in the second part of the figure
 
 _WHERE = "section 5.3"
-_STATED = (  # least and most gain
+_STATED = (  # smallest and largest gain
     ("balanced over naive reduce, more on more GPUs", 1.13, 1.75),
     ("balancing and allgatherv over direct allgatherv, more on more GPUs", 1.12, 1.43),
 )
@@ -44,7 +44,10 @@ def _split_seconds(selected: Sequence[SparseVector], boundaries: Sequence[int]) 
 
 
 def _averaged_boundaries(selected: Sequence[SparseVector], size: int) -> list[int]:
-    """Cut each rank's entries into P parts of equal count, and average the cuts (section 3.1.1)."""
+    """Cut each rank's entries into P parts with equally many entries, and average the cut positions.
+
+    See Ok-Topk, section 3.1.1.
+    """
     ranks = len(selected)
     cuts = torch.stack(
         [mine.indices[[mine.nnz * r // ranks for r in range(1, ranks)]] for mine in selected]
@@ -55,7 +58,7 @@ def _averaged_boundaries(selected: Sequence[SparseVector], size: int) -> list[in
 def gathered(
     counts: Sequence[int], *, balance: bool, links: Links = ARIES
 ) -> Simulation[Vector | None]:
-    """Gather the given number of entries from each rank, with balancing or by a plain allgatherv."""
+    """Gather the given number of entries from each rank, after balancing or by a plain allgatherv."""
     width = max(*counts, 1)
 
     async def program(comm: SimCommunicator) -> Vector | None:

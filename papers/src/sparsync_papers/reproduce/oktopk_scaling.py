@@ -29,20 +29,20 @@ from sparsync_papers.reproduce import (
 )
 
 FITTED_RANKS = 32
-# assumed: the next three constants, the models' shared entries, and gTopk's selections
+# assumed: the next three constants, ``Model.shared``, and the number of gTopk's selections
 _ALPHA = 50e-6  # s per message: two copies between GPU and host, and a call from Python
 _THRESHOLD = 12 * 4 / 550e9  # s per element: 12 passes at 3/4 of a P100's 732 GB/s
 _BUCKETS = 8  # number of buckets of DenseOvlp
 _LEFT = 1 / 3 + 2 / 3 / _BUCKETS  # share of the computation before DenseOvlp's first message
 _WINDOW = 4  # messages in flight in Ok-Topk's split (published code)
-_FOUND = 0.75  # share of k until which Gaussian-k's threshold is scaled (section 5.4)
+_FOUND = 0.75  # Gaussian-k's threshold is scaled until it finds this share of k (section 5.4)
 
 
 @dataclass(frozen=True)
 class Model:
     """A model of Table 2, with the facts about its training from section 5."""
 
-    name: str  # of the model
+    name: str  # name in the table
     size: int  # parameters n
     density: float  # k / n (captions of Figures 8, 10, 12)
     threshold_period: int  # tau' in steps (section 5.2)
@@ -64,33 +64,33 @@ _MODELS = (VGG, LSTM, BERT)
 
 @dataclass(frozen=True)
 class Scheme:
-    """A bar of the figures."""
+    """A bar of the figures, i.e. an algorithm and how it selects and overlaps."""
 
     name: str  # name in the paper
     form: str  # its row of ``PRESETS``
     make: Callable[[int], Algorithm]  # makes the algorithm, given tau'
-    # how entries are selected: a threshold, without or with a sort every tau' steps, or a sort on
-    # every step
+    # how entries are selected: by a threshold, by one that is recomputed with a sort every tau'
+    # steps ("reused"), or with a sort on every step
     selects: Literal["nothing", "threshold", "reused", "sort"]
     overlap: bool = False  # exchange in buckets, hidden by the backward pass
-    found: float = 1.0  # the share of k that it selects
+    found: float = 1.0  # share of k that the scheme selects
 
     def cost(self, model: Model, ranks: int) -> Cost:
-        """Return the closed form's messages and bytes, averaged over tau' steps."""
+        """Return the messages and bytes of a step by the closed form, averaged over tau' steps."""
         job = Job(model.size, round(self.found * model.k), ranks)
         if self.name != OKTOPK.name:
             cost = resolve(self.form).make_collective().cost(job)
             assert cost is not None
             return cost
-        # Two phases move k entries: P - 1 messages, 4 at a time, and two allgathers.  Exact steps
-        # send all sums.
+        # Two phases carry k entries each: a split of P - 1 messages, 4 at a time, and a phase of two
+        # allgathers.  An exact step also sends all sums.
         messages = math.ceil((ranks - 1) / _WINDOW) + 2 * math.ceil(math.log2(ranks))
         entries = 2 * job.k + job.summed / model.threshold_period
         return Cost(messages, ENTRY_BYTES * entries * job.share)
 
 
 def _as_published(period: int) -> Algorithm:
-    """Return Ok-Topk with exactly k entries, which its thresholds nearly find (BERT: 1.4 % off)."""
+    """Return Ok-Topk with exactly k entries; the paper's thresholds nearly find k (BERT: 1.4 % off)."""
     return oktopk(
         threshold_period=period,
         boundaries="average",
@@ -137,15 +137,15 @@ class Effective:
     beta_dense: float
     threshold: float  # per element, to select by a threshold
     sort: float  # per element, to select by PyTorch's ``topk``
-    computation: tuple[float, float, float]  # forward and backward pass with input, per model
+    computation: tuple[float, float, float]  # forward, backward and input pipeline, for each model
     buckets: int = _BUCKETS  # number of buckets of DenseOvlp
 
     def compute(self, model: Model) -> float:
-        """Return the seconds of computation."""
+        """Return the seconds of computation in a model's step."""
         return self.computation[_MODELS.index(model)]
 
     def select(self, scheme: Scheme, model: Model) -> float:
-        """Return the selection's seconds per element, averaged over tau' steps."""
+        """Return the seconds per element that the selection takes, averaged over tau' steps."""
         return {
             "nothing": 0.0,
             "threshold": self.threshold,
@@ -154,13 +154,13 @@ class Effective:
         }[scheme.selects]
 
     def price(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return the seconds per byte of a scheme's messages; mostly filled ones count as dense."""
+        """Return the seconds per byte of a scheme's messages; nearly full messages count as dense."""
         job = Job(model.size, model.k, ranks)
         dense_sum = scheme.form == "topkdsa" and job.summed > job.size / 2
         return self.beta_dense if dense_sum or scheme.selects == "nothing" else self.beta
 
     def hierarchical(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return the seconds of gTopk's selections: one among n elements per level of the tree."""
+        """Return the seconds of gTopk's selections: at each level of the tree, one from n elements."""
         levels = math.ceil(math.log2(ranks)) if scheme.name == GTOPK.name else 0
         return levels * self.sort * model.size
 
@@ -169,7 +169,9 @@ class Effective:
         compute = self.compute(model)
         price = self.price(scheme, model, ranks)
         communication = scheme.cost(model, ranks).seconds(self.alpha, price)
-        if scheme.overlap:  # the first bucket waits for its gradient, the last for its messages
+        # either computation is the bottleneck, and only the last bucket is exposed, or communication
+        # is, and starts with the first bucket
+        if scheme.overlap:
             return max(compute + communication / self.buckets, compute * _LEFT + communication)
         selection = self.select(scheme, model) * model.size
         return compute + selection + communication + self.hierarchical(scheme, model, ranks)
@@ -180,12 +182,12 @@ class Statement:
     """A statement about P = 32 that the fit uses: a ratio of two step times, or one step time."""
 
     model: Model  # the model
-    scheme: Scheme  # the scheme whose step it states
-    over: Scheme | None  # the scheme to divide by; None: the value is in seconds
-    value: float  # the ratio, or seconds
+    scheme: Scheme  # the scheme whose step time it states
+    over: Scheme | None  # the scheme whose step time is the divisor; None: the value is in seconds
+    value: float  # the ratio, or the seconds
 
     def found(self, seconds: Callable[[Scheme, Model], float]) -> float:
-        """Return the quantity of this statement for given step times."""
+        """Return the stated quantity, computed from the given step times."""
         mine = seconds(self.scheme, self.model)
         return mine / seconds(self.over, self.model) if self.over else mine
 
@@ -195,8 +197,8 @@ STATEMENTS = (  # six statements, which determine six numbers: sections 5.4.1 to
     Statement(BERT, DENSE_OVLP, None, 150 * _HOUR_PER_RUN),  # "400,000 steps in 150 h"
     Statement(BERT, OKTOPK, None, 47 * _HOUR_PER_RUN),
     Statement(BERT, GAUSSIAN_K, OKTOPK, 1.30),  # "outperforms Gaussiank by 1.30 x"
-    Statement(VGG, GAUSSIAN_K, OKTOPK, 1.51),  # over the best other
-    Statement(VGG, GTOPK, OKTOPK, 8.83),  # over the worst other
+    Statement(VGG, GAUSSIAN_K, OKTOPK, 1.51),  # over the best other scheme
+    Statement(VGG, GTOPK, OKTOPK, 8.83),  # over the worst other scheme
     Statement(LSTM, DENSE_OVLP, OKTOPK, 1.39),
 )
 
@@ -210,7 +212,8 @@ def _effective(alpha: float, x: Sequence[float]) -> Effective:
 def fit(alpha: float = _ALPHA) -> Effective:
     """Solve for both betas, the sort and three computation times; alpha and the threshold are given.
 
-    The closed forms are linear in these six numbers as long as messages bound DenseOvlp.
+    The closed forms are linear in these six numbers as long as communication, not computation, is
+    DenseOvlp's bottleneck.
 
     Example:
         >>> fitted = fit()
@@ -222,7 +225,7 @@ def fit(alpha: float = _ALPHA) -> Effective:
     """
 
     def off(x: Sequence[float]) -> list[float]:
-        """Return the error of each statement."""
+        """Return each statement's error for the six numbers ``x``."""
         costs = _effective(alpha, x)
         return [
             costs.seconds(s.scheme, s.model, FITTED_RANKS)
@@ -230,7 +233,8 @@ def fit(alpha: float = _ALPHA) -> Effective:
             for s in STATEMENTS
         ]
 
-    # here, messages are long enough to bound DenseOvlp; both points are on one line
+    # at this point, messages are long enough to be DenseOvlp's bottleneck, so that the errors here and
+    # at the solution belong to the same linear function
     bound = torch.tensor([0.0, 1e-6, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     units = torch.tensor([1e-9, 1e-9, 1e-9, 1.0, 1.0, 1.0], dtype=torch.float64)
     start = torch.tensor(off(bound.tolist()), dtype=torch.float64)
@@ -249,7 +253,7 @@ _ENTRIES = (
 )
 _QUICK = "too few ranks"
 _OTHERS = tuple(s for s in SCHEMES if s not in (OKTOPK, *OURS))
-_BERT_LEAST, _EFFICIENCY = 3.29, 0.763  # Ok-Topk over all others, and its efficiency, at P = 256
+_BERT_LEAST, _EFFICIENCY = 3.29, 0.763  # at P = 256, Ok-Topk's gain over all others, its efficiency
 _DIFFERS = (
     "Simulated: the library's collectives on virtual ranks and single-ported links. alpha and threshold "
     "are stated; six numbers (both betas, the sort, three computations) solve six statements of the text "
@@ -261,7 +265,7 @@ _DIFFERS = (
 
 @dataclass(frozen=True)
 class Parts:
-    """The paper's parts of a step, in seconds; hidden communication does not count."""
+    """The parts into which the paper divides a step, in seconds; hidden communication is left out."""
 
     sparsification: float
     communication: float
@@ -269,7 +273,7 @@ class Parts:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
+        """The seconds of the whole step."""
         return self.sparsification + self.communication + self.computation
 
     def named(self) -> dict[str, float]:
@@ -281,7 +285,7 @@ class Parts:
         }
 
 
-Times = Mapping[tuple[str, int], Parts]  # by name of the scheme and ranks
+Times = Mapping[tuple[str, int], Parts]  # (name of the scheme, ranks) -> parts
 
 
 def simulate_step(
@@ -293,7 +297,7 @@ def simulate_step(
     entries: int = _ENTRIES,
     seed: int = 0,
 ) -> Parts:
-    """Simulate tau' steps; return their mean.
+    """Simulate a typical step and, for Ok-Topk, an exact one; return the mean over tau' steps.
 
     Example:
         >>> parts = simulate_step(fit(), OKTOPK, VGG, 4, entries=16)
@@ -301,8 +305,8 @@ def simulate_step(
         True
     """
     reused = scheme.name == OKTOPK.name
-    # with regions, too few entries per pair of ranks would overload the busiest rank; a gather has
-    # no regions
+    # algorithms with regions need enough entries per pair of ranks, or chance would overload some
+    # rank; gathers have no regions
     pairs = {"oktopk": ranks, "budgeted": ranks, "topkdsa": ranks / 32, "halving": 32}
     fewest = entries * pairs.get(scheme.form, 2.0)
     per_element = costs.select(scheme, model)
@@ -327,7 +331,7 @@ def simulate_step(
     )
     last = row.steps[-1]
     communication = last.seconds_communication
-    if reused:  # the first step of tau' is exact
+    if reused:  # the first of every tau' steps is exact
         exact = row.steps[0].seconds_communication
         communication += (exact - communication) / model.threshold_period
     return Parts(
@@ -443,7 +447,7 @@ def _compare_vgg(times: Times, ranks: Sequence[int]) -> list[Comparison]:
 
 
 def _compare_bert(times: Times, ranks: Sequence[int]) -> list[Comparison]:
-    """Compare with section 5.4.3; P = 32 is fitted, larger P are predicted."""
+    """Compare with section 5.4.3; times at P = 32 are fitted, those at larger P predicted."""
     few, many = ranks[0], ranks[-1]
     where = "section 5.4.3"
     found = []
@@ -475,12 +479,12 @@ def _compare_bert(times: Times, ranks: Sequence[int]) -> list[Comparison]:
 
 
 def on_aries(costs: Effective) -> Effective:
-    """Return the costs of the bare network, without copies to the host or sums there."""
+    """Return the costs on the bare network, without copies to the host and sums there."""
     return replace(costs, alpha=ARIES.alpha, beta=ARIES.beta, beta_dense=ARIES.beta)
 
 
 def _over_others(scheme: Scheme, times: Times, ranks: int) -> tuple[float, float]:
-    """Return the step times of the best and the worst of the paper's other schemes, over this one's."""
+    """Return a scheme's gains over the best and the worst of the paper's other schemes."""
     ratios = [times[s.name, ranks].seconds / times[scheme.name, ranks].seconds for s in _OTHERS]
     return min(ratios), max(ratios)
 

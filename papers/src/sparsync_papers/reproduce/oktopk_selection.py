@@ -26,42 +26,41 @@ from sparsync_papers.reproduce.one_process import (
 )
 
 _PERIOD = 32  # tau', steps (section 5.2, VGG-16 and LSTM)
-_DENSITY, _LSTM_DENSITY = 0.01, 0.02  # Figures 4 and 6: of VGG-16 and BERT; of LSTM
-_OLD_STEPS = 19 * _PERIOD  # up to the last calculation of the threshold of Figure 4
+_DENSITY, _LSTM_DENSITY = 0.01, 0.02  # Figures 4 and 6: VGG-16 and BERT; LSTM
+_OLD_STEPS = 19 * _PERIOD  # steps before Figure 4's threshold is computed for the last time
 _STEPS = 256
 _XI_STEPS = 200
 _FILL_IN_STEPS = 40
-_DENSITIES = (0.01, 0.02)  # of xi
-_WINDOW = 20  # steps averaged into one point of the conclusion (the figure: thousands)
-_AGE = 26  # steps since the threshold was calculated ("more than 25 iterations ago")
+_DENSITIES = (0.01, 0.02)  # densities at which xi is measured
+_WINDOW = 20  # steps over which xi is averaged to judge the conclusion (the figure: thousands)
+_AGE = 26  # steps since the threshold was computed ("more than 25 iterations ago")
 _PUBLISHED, _EXACT = "as published", "ours"
 _BINS = 60  # bins of the histogram of values
 
 
 def _models() -> tuple[tuple[Recipe, float], ...]:
-    """Return a small model each for VGG-16, LSTM and BERT, with the density of Figures 4 and 6."""
+    """Return a small model for each of VGG-16, LSTM and BERT, with the density of Figures 4 and 6."""
     lstm = lstm_recipe(), _LSTM_DENSITY
     return (digits_recipe(), _DENSITY), lstm, (text_recipe(), _DENSITY)
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One step of rank 0."""
+    """One step, seen by rank 0."""
 
-    accumulated: Tensor  # `[n]`, the vector it selects from
-    k: int  # entries to select
+    accumulated: Tensor  # `[n]`, the vector from which rank 0 selects
+    k: int  # number of entries to select
     local: SparseVector  # entries that the reused threshold selects
-    # the entries that Gaussian-k selects by its own threshold, of which the smallest is that
-    # threshold
+    # entries that Gaussian-k selects by its own threshold; the smallest magnitude is this threshold
     gaussian: SparseVector
-    total: int  # entries of the global selection
+    total: int  # number of entries in the global selection
     key: int | None  # key of the reused threshold
 
 
 def _watch(
     recipe: Recipe, density: float, settings: Settings, steps: int, *, published: bool = True
 ) -> Iterator[_Seen]:
-    """Train with Ok-Topk; on each step, yield its selection and Gaussian-k's from one vector."""
+    """Train with Ok-Topk; on each step, yield its selection and Gaussian-k's from the same vector."""
     algorithm = oktopk_paper(threshold_period=_PERIOD) if published else oktopk()
     training = SimulatedTraining(
         recipe,
@@ -75,7 +74,7 @@ def _watch(
     k = training.units[0].entries(density)
     # a copy of the reducer's selector with separate state, which makes the same choices
     selector = Reused(_PERIOD, cap=None) if published else algorithm.make_selector()
-    unscaled = GaussianK(enough=0.0)  # the first threshold that any entry reaches
+    unscaled = GaussianK(enough=0.0)  # accepts the first threshold that any entry reaches
     for step in range(steps):
         gradients = training.gradients()
         mine = training.accumulated(gradients)[0]
@@ -150,7 +149,7 @@ def figure_4(settings: Settings) -> Outcome:
 
 
 def _distribution(name: str, values: Tensor, thresholds: dict[str, float]) -> Panel:
-    """Plot a histogram of magnitudes, and the thresholds."""
+    """Plot a histogram of magnitudes with the thresholds."""
     nonzero = kernels.magnitude_keys(values).gt(0)
     counts, edges = torch.histogram(values[nonzero].abs().log10(), _BINS)
     at = 10 ** ((edges[1:] + edges[:-1]) / 2)

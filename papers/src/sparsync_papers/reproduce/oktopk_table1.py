@@ -9,12 +9,12 @@ from sparsync.published.oktopk.table_1 import TABLE_1
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Table, artifact
 
 _RANKS = (4, 8, 16, 32)
-_K, _DENSITY = 8192, 1 / 32  # k / P >= 256: headers and histograms are small next to k
-_TOLERANCE = 0.04  # share of the words: headers
+_K, _DENSITY = 8192, 1 / 32  # k / P >= 256, so headers and histograms are small compared with k
+_TOLERANCE = 0.04  # share of the words that may be headers
 _HEADERS = "headers, which the table omits"
 
 
-# algorithms that may exceed their row by more than headers, and why
+# algorithms that may exceed their row by more than headers -> the reason
 _OTHERWISE = {
     "topkdsa": "headers and entries unevenly spread over the regions",
     "gaussiank": "selects more or fewer than k: its threshold is an estimate",
@@ -39,7 +39,7 @@ def table_1(settings: Settings) -> Outcome:
         low, high = row.words(size, k, p)
         for step in range(2):  # the first step agrees on regions and, as published, is exact
             ledgers = [ledger.total() for ledger in virtual.step().ledgers]
-            # gTopk's messages are sequential
+            # gTopk's messages depend on each other, so they count along the longest path
             passed = [
                 t.sent + t.received if name == "gtopk" else max(t.sent, t.received) for t in ledgers
             ]

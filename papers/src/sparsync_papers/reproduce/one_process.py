@@ -26,7 +26,7 @@ from sparsync_papers.reproduce import Panel, Settings
 
 RANKS = 4  # number of ranks (a choice made here)
 _MOMENTUM = 0.9  # momentum of all recipes (RedSync, SparCML and Ok-Topk train with it)
-_RAMP = 15  # the learning rate grows over this part of the steps (a choice made here)
+_RAMP = 15  # the learning rate rises over 1 / 15 of the steps (a choice made here)
 
 Choice = Callable[[str, Tensor], bool]  # chooses parameters by name and value
 
@@ -38,7 +38,7 @@ class Recipe:
     name: str  # for tables
     workload: Workload  # data and loss
     make_model: Callable[[int], nn.Module]  # makes the model from a seed
-    lr: float  # learning rate; all algorithms use that of dense
+    lr: float  # learning rate for dense, which all algorithms use
     batch_size: int  # samples per rank and step
     clip: float | None = None  # largest norm of the averaged gradient; None: any
     nesterov: bool = False  # whether the momentum is Nesterov's
@@ -49,7 +49,7 @@ class Recipe:
 
 
 def digits_recipe(batch_size: int = 16, hidden: int = 256) -> Recipe:
-    """Return a small VGG for digits with 50,730 parameters, which takes 2 ms on half a core."""
+    """Return a small VGG for digits with 50,730 parameters; a step takes 2 ms on half a core."""
 
     def make(seed: int) -> nn.Module:
         return SmallVgg(channels=((8, 16), (32, 32)), hidden=hidden, seed=seed)
@@ -73,9 +73,9 @@ def lstm_recipe(batch_size: int = 4) -> Recipe:
 class Trained:
     """The result of a complete training run."""
 
-    losses: list[float]  # per step, mean over ranks
-    evaluation: Evaluation  # on held-out data
-    bytes_sent: float  # mean per step, of the rank that sent most
+    losses: list[float]  # loss of each step, mean over ranks
+    evaluation: Evaluation  # evaluation on held-out data
+    bytes_sent: float  # bytes per step (mean over steps) of the rank that sent most
     # points ``(step, held-out accuracy or loss)``, if recorded
     curve: list[tuple[float, float]]
 
@@ -84,7 +84,7 @@ class Trained:
         """Return the mean of equally long runs."""
         return Trained(
             [fmean(losses) for losses in zip(*(run.losses for run in runs), strict=True)],
-            Evaluation.total(run.evaluation for run in runs),  # of equally many targets each
+            Evaluation.total(run.evaluation for run in runs),  # all runs have equally many targets
             fmean(run.bytes_sent for run in runs),
             [
                 (points[0][0], fmean(value for _, value in points))
@@ -112,9 +112,9 @@ class SimulatedTraining:
         *,
         ranks: int,
         density: float,  # k / n of every unit
-        steps: int,  # steps of the whole training: the learning rate grows over the first fifteenth
-        whole: int = 0,  # first steps that exchange all entries (RedSync's warm-up)
-        decay: bool = False,  # whether it then falls linearly, to nothing after the last step
+        steps: int,  # steps of the whole training; the learning rate rises in the first fifteenth
+        whole: int = 0,  # steps at the start that exchange all entries (RedSync's warm-up)
+        decay: bool = False,  # whether the rate then falls linearly, to 0 after the last step
         seed: int = 0,  # seed of weights and data
         compress: Choice
         | None = None,  # parameters that are exchanged sparsely; None: the algorithm's own choice
@@ -173,7 +173,7 @@ class SimulatedTraining:
         return [g.clone() if r is None else r + g for r, g in zip(kept, mine, strict=True)]
 
     def apply(self, gradients: Sequence[list[Tensor]]) -> list[Vector]:
-        """Exchange the gradients, which become their average, and step; return the averages."""
+        """Replace the gradients by their exchanged average and take a step; return the averages."""
 
         async def program(comm: SimCommunicator) -> list[Vector]:
             reducer = self.reducers[comm.rank]
@@ -209,7 +209,7 @@ class SimulatedTraining:
         return Trained(self.losses, self.evaluate(), fmean(self.bytes_sent), curve)
 
     def _share(self, step: int) -> float:
-        """Return a step's learning rate as a share of the highest; steps are counted from 1."""
+        """Return the learning rate of a step, counted from 1, as a share of the highest rate."""
         falling = (self.steps + 1 - step) / (self.steps + 1 - self.ramp) if self.decay else 1.0
         return min(step / self.ramp, falling)
 
@@ -227,7 +227,7 @@ class Way:
     density: float = 1.0  # k / n of every unit
     # which parameters are exchanged sparsely; None for the algorithm's own choice
     compress: Choice | None = None
-    warmup: float = 0.0  # fraction of the steps that exchange all entries, at the beginning
+    warmup: float = 0.0  # fraction of the steps, at the start, that exchange all entries
 
 
 def train_all(
@@ -243,8 +243,9 @@ def train_all(
     """Train a model with each method on ``RANKS`` virtual ranks; return the means over all seeds.
 
     The learning rate falls, as in the three papers that train with these methods. ``initial``
-    returns the model to start from for a seed; None starts from a new model. ``trainings`` is
-    the number of the artifact's trainings with one seed, for its progress; None if these are all.
+    returns, for a seed, the model to start from; with None, training starts from a new model.
+    ``trainings`` is needed for the progress bar: the number of the artifact's trainings with one
+    seed, or None if it has no others.
     """
     found: dict[str, list[Trained]] = {name: [] for name in ways}
     seeds = settings.seeds_or(1)

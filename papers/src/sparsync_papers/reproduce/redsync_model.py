@@ -1,4 +1,4 @@
-"""Predict speedups and the parts of a step by RedSync's own cost model (Figures 7 to 10)."""
+"""Predict speedups and the parts of a step with RedSync's own cost model (Figures 7 to 10)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from sparsync_papers.reproduce.redsync_phases import (
     resnet50,
 )
 
-_BACKWARD = 2 / 3  # share of the computation that can hide a CNN's communication
-_EFFICIENCY = 0.4  # share of the peak that training reaches (assumed: cuDNN's usual third to half)
+_BACKWARD = 2 / 3  # share of the computation behind which a CNN can hide communication
+_EFFICIENCY = 0.4  # share of peak speed reached in training (assumed: cuDNN's usual third to half)
 _SCHEMES = ("SGD", RGC.name, QUANTISED_RGC.name)
 _DIFFERS = (
     "A model, not a measurement: equations 1 and 2 layer by layer, kernels of 10 us, 3/4 of the GPU's "
@@ -46,11 +46,11 @@ _DIFFERS = (
 
 @dataclass(frozen=True)
 class Platform:
-    """A machine of the paper."""
+    """A machine on which the paper measures."""
 
     name: str  # name of the machine
     machine: Machine  # network and GPU
-    flops: float  # operations per second of a GPU at its peak, single precision (data sheets)
+    flops: float  # a GPU's peak operations per second in single precision (data sheets)
     ranks: tuple[int, ...]  # numbers of GPUs in the figures
     peak: float  # GB/s of an allreduce (section 6.1)
 
@@ -64,15 +64,15 @@ MURADIN = Platform("Muradin", Machine(beta=1 / 3.5e9, memory=1 / 490e9), 14.9e12
 class Training:
     """A model, and the computation in one step."""
 
-    make: Callable[[], Model]  # its layers
-    gflops: float  # forward, one sample (Table 1)
+    make: Callable[[], Model]  # returns the sizes of its layers
+    gflops: float  # GFLOPs of a forward pass with one sample (Table 1)
     batch: int  # samples per GPU (Table 1)
     # whether communication runs during the backward pass, as for CNNs (section 5.5)
     overlaps: bool = True
 
     @property
     def model(self) -> Model:
-        """Its layers."""
+        """The sizes of the model's layers."""
         return self.make()
 
     def seconds(self, platform: Platform) -> float:
@@ -111,7 +111,8 @@ SMALL = (
 )
 
 
-# model, GPUs, and the text's speedup of RGC and of quantised RGC over SGD (None: not stated)
+# model, number of GPUs, and the speedups of RGC and quantised RGC over SGD in the text (None: not
+# stated)
 _FIGURE_7 = (
     ("VGG-16", 128, 1.42, 1.71),
     ("AlexNet", 16, None, 1.68),
@@ -156,13 +157,13 @@ def _rows(platform: Platform, trainings: tuple[Training, ...], settings: Setting
 
 
 def _compare(speedups: _Speedups, figure: str, rows: Table) -> list[Comparison]:
-    """Compare conclusions, i.e. which of the two is faster."""
+    """Compare with the text which exchange is faster, sparse or dense."""
     comparisons = []
     for model, ranks, *stated in speedups:
         mine = rows.where({"model": model, "P": ranks})
         if not mine:  # a quick run lacks some ranks
             continue
-        found = mine.column("over SGD")[1:]  # of RGC and quantised RGC
+        found = mine.column("over SGD")[1:]  # RGC's and quantised RGC's
         pairs = [(a, b) for a, b in zip(stated, found, strict=True) if a]
         far = any(not 0.5 < ours / theirs < 2 for theirs, ours in pairs)
         says = ", ".join(f"{x:g}" if x else "-" for x in stated)

@@ -1,8 +1,8 @@
 """Simulate and predict the phases of a RedSync step: select, mask, pack, communicate, unpack.
 
-The real collectives exchange real messages of the models' layers in the simulator. Its clock
-charges the network and, with the constants of ``Machine`` and ``Kernels``, the GPU's work before
-and after the exchange.
+In the simulator, the real collectives exchange real messages of the models' layers. Its clock
+counts the network's time and, with the constants of ``Machine`` and ``Kernels``, the time of the
+GPU's work before and after the exchange.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from sparsync_papers.models import MODELS
 
 STAGES = ("select", "mask", "pack", "communicate", "unpack")
 DENSITY = 0.001
-SHRINK = 16  # divides layers and bandwidths: the same seconds, in less memory
+SHRINK = 16  # divides layers and bandwidths, so that the same times need less memory
 _WORD_BYTES = 4
 
 
 class Kernels(NamedTuple):
-    """A stage's work on one layer: kernel launches, and passes of the layer's bytes through memory."""
+    """A stage's work on one layer: kernel launches, and passes over the layer's bytes in memory."""
 
     launches: float
     passes: float
@@ -56,8 +56,8 @@ class Machine:
     launch: float = 10e-6  # seconds per kernel (assumed: launched one by one from Python)
     # seconds per byte and pass: three quarters of a P100's 732 GB/s (its data sheet)
     memory: float = 1 / 550e9
-    # memory traffic per byte of a message that is added at its indices: every 4 bytes read and
-    # write a sector of 32
+    # bytes of memory traffic per byte of a message that is added at scattered indices: for every 4
+    # bytes, the GPU reads and writes a sector of 32
     scattered: float = 16.0
 
     def seconds(self, kernels: Kernels, elements: int) -> float:
@@ -69,13 +69,13 @@ class Machine:
 # Algorithm 4 computes U = m U + G; V += U; mask = 1; mask[selected] = 0; V *= mask; U *= mask
 MOMENTUM_MASK = Kernels(6, 3 + 3 + 1 + 0 + 3 + 3)
 MASK = Kernels(4, 3 + 1 + 0 + 3)  # the same without momentum
-PACK = Kernels(2, 0)  # the values; then count, indices and values in one message
+PACK = Kernels(2, 0)  # one gathers the values, one writes count, indices and values to a message
 CLEAR = Kernels(1, 1)  # G = 0, before messages are added to it
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a model's parameter tensors, in registration order, and the work to mask them."""
+    """The sizes of a model's parameter tensors, in registration order, and the work to mask each."""
 
     name: str
     sizes: tuple[int, ...]
@@ -84,7 +84,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Scheme:
-    """An exchange, and how many kernels add received messages, given layers and ranks."""
+    """An exchange, with the number of kernels that add its messages, given layers and ranks."""
 
     name: str
     collective: Collective
@@ -97,7 +97,7 @@ SCHEMES = (
     RGC,
     QUANTISED_RGC,
     Scheme("RGC, one kernel per message", Allgather(), lambda layers, ranks: ranks),
-    # one kernel per message of each phase, then one per layer for the total
+    # one kernel for each message of the two phases, then one per layer for the total
     Scheme("budgeted", Budgeted(), lambda layers, ranks: 2 * ranks + layers),
 )
 
@@ -116,7 +116,7 @@ def resnet50(classes: int = 1000) -> Model:
 
 
 def lstm() -> Model:
-    """Return section 6.2's 2-layer language model: weights are not tied, SGD has no momentum."""
+    """Return the two-layer language model of section 6.2, with untied weights and plain SGD."""
     return model_of("LSTM 2 x 1500", "lstm_ptb", MASK)
 
 
@@ -125,8 +125,8 @@ def phases(
 ) -> dict[str, float]:
     """Return the virtual seconds of every stage of one step, averaged over ranks.
 
-    Stages do not overlap. Layers below 128 KB are sent dense, in one allreduce, and the others in
-    one message per model. If the scheme quantises, the output layer is sent separately and
+    Stages do not overlap. One dense allreduce carries all layers below 128 KB, and one message per
+    rank carries all others. If the scheme quantises, the output layer is sent separately and
     unquantised (section 5.2.3).
     """
     groups, small = _groups(model, scheme)
@@ -142,7 +142,7 @@ def phases(
                 await comm.compute(sum(machine.seconds(PACK, n) for n in group))
             widths = [-(-n // shrink) for n in group]
             mine = _selected(widths, generator)
-            # includes the time that the collective itself counts as unpacking
+            # this stage includes the time that the collective itself counts as unpacking
             with comm.stage("communicate"):
                 collective = exchanging.collective.for_layers(widths)
                 await collective.reduce(comm, mine, mine.nnz, step=0)
@@ -160,9 +160,9 @@ def phases(
 def predicted_phases(
     model: Model, scheme: Scheme, ranks: int, machine: Machine = Machine()
 ) -> dict[str, float]:
-    """Return the same phases in closed form, per layer: Equation 1, or Equation 2 for dense layers.
+    """Return the phases in closed form, by Equation 1 per layer, or by Equation 2 for dense layers.
 
-    Headers and the variation of message sizes are ignored. The schemes are "RGC" and "quantised
+    Headers and the variation of message sizes are ignored. The scheme must be "RGC" or "quantised
     RGC".
     """
     groups, small = _groups(model, scheme)
@@ -188,7 +188,7 @@ def predicted_phases(
 
 
 def _groups(model: Model, scheme: Scheme) -> tuple[list[tuple[Scheme, list[int]]], int]:
-    """Return the layers that share a message, and the number of elements that are sent dense."""
+    """Return the groups of layers that share a message, and the number of elements sent dense."""
     method = BySize().method
     sizes = [n for n in model.sizes if method(_WORD_BYTES * n) != "dense"]
     small = sum(model.sizes) - sum(sizes)
@@ -209,7 +209,7 @@ def _select(
 
 
 def _selected(widths: Sequence[int], generator: torch.Generator) -> SparseVector:
-    """Return k of n entries per layer: one at a random place in each of k cells of equal width."""
+    """Return k of n entries per layer: one at a random position in each of k cells of equal width."""
     indices, start = [], 0
     for width in widths:
         k = max(1, round(DENSITY * width))

@@ -13,7 +13,7 @@ from sparsync.cli.bench.selection_time import (
 )
 from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, artifact
 
-_SIZES = "64KB,256KB,1MB,4MB,16MB,64MB"  # the figure has 64 KB to 512 MB
+_SIZES = "64KB,256KB,1MB,4MB,16MB,64MB"  # the figure covers 64 KB to 512 MB
 _COMM_BANDWIDTH = 3.5e9  # bytes per second of the figure's "Comm."
 _TOPK, _TRIMMED, _SEARCH = "torch.topk of |x|", "trimmed", "binary search, 1 of 5"
 

@@ -28,15 +28,16 @@ from sparsync_papers.reproduce.one_process import (
     train_all,
 )
 
-_STEPS, _BATCH_STEPS = 1000, 600  # of Figure 6 and Table 1, and of Table 2
-_DENSITY = 0.01  # 0.1 % delivers a third of the weights in 300 steps
-_DENSE_BELOW = 4096  # bytes: layers here are smaller than the paper's 128 KB
+_STEPS, _BATCH_STEPS = 1000, 600  # for Figure 6 and Table 1; for Table 2
+_DENSITY = 0.01  # at the paper's 0.1 %, 300 steps would update only a third of the weights
+_DENSE_BELOW = 4096  # bytes; the paper's limit of 128 KB exceeds the layers of these models
 _BATCHES = (32, 64, 128)  # samples of all ranks together (Table 2: 128 to 2048)
-_POINTS = 0.03  # accuracy of the small VGG between seeds (`benchmarks/redsync.md`: 0.7 to 3)
-_CHANCE = 0.5  # above this error nothing was learnt, so there is nothing to compare
+# by how much the small VGG's accuracy varies with the seed (`benchmarks/redsync.md`: 0.7 to 3 points)
+_POINTS = 0.03
+_CHANCE = 0.5  # with a larger error, nothing was learnt, so there is nothing to compare
 _NATS = 0.06  # relative difference in loss; seeds of dense differ by 0.6 %
 
-# fraction of first steps that exchange all entries; only for images (section 6.3)
+# fraction of the steps, at the start, that exchange all entries; only for images (section 6.3)
 _WARM = 1 / 15
 _WAYS = {
     "SGD": Way(resolve("dense"), _DENSITY),
@@ -48,7 +49,7 @@ _WARM_WAYS = {name: replace(way, warmup=_WARM) for name, way in _WAYS.items()}
 
 
 def _images(batch_size: int) -> Recipe:
-    """Return the small VGG, with the optimizer that the paper uses for all CNNs."""
+    """Return the small VGG with the optimizer that the paper uses for all CNNs."""
     return replace(digits_recipe(batch_size), nesterov=True)
 
 

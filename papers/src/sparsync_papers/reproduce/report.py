@@ -1,4 +1,4 @@
-"""Show an outcome on the console, and write its rows as CSV, panels as PNG, and all as JSON."""
+"""Show an outcome on the console; write its rows as CSV, its panels as PNG, and everything as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from sparsync_papers.reproduce import Artifact, Cell, Outcome, Unavailable
 
-_MOST_ROWS = 60  # most rows on the console; oktopk-table1 has 56
+_MOST_ROWS = 60  # largest number of rows on the console; oktopk-table1 has 56
 _COMPARED = ("what", "paper", "this run", "same conclusion?", "seeds, steps")
 
 Lines = Sequence[tuple[str, ...]]
@@ -23,7 +23,7 @@ Lines = Sequence[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Finished:
-    """An artifact that was run."""
+    """The record of an artifact's run."""
 
     artifact: Artifact  # the artifact that was run
     outcome: Outcome | None  # None if the run failed
@@ -36,18 +36,21 @@ class Finished:
 
     @property
     def heading(self) -> str:
-        """Name, title and paper."""
+        """The artifact's name and title, and its paper."""
         return f"{self.artifact.name}: {self.artifact.title} ({self.artifact.paper})"
 
     @property
     def counts(self) -> dict[str, Cell]:
-        """The seeds and steps behind the answers; a formula has no seeds, and steps need training."""
+        """The numbers of seeds and steps behind the answers, if there are any.
+
+        An answer from a formula has no seeds, and only training has steps.
+        """
         used = {} if self.outcome is None else self.outcome.settings
         return {"seeds": used.get("seeds", 1), "steps": used.get("steps")}
 
 
 def evidence(seeds: Cell, steps: Cell) -> str:
-    """Format the evidence for an answer, i.e. seeds and steps, as a cell.
+    """Format the evidence for an answer, i.e. the numbers of seeds and steps, as a cell.
 
     Example:
         >>> evidence(3, 600), evidence(1, None), evidence(0, None)
@@ -87,7 +90,7 @@ def _rows(outcome: Outcome) -> tuple[list[str], Lines]:
 
 
 def _compared(finished: Finished, outcome: Outcome) -> Lines:
-    """Return rows of quantity, paper's number, this run's number, conclusion, seeds and steps."""
+    """Return the rows of the comparison with the paper; ``_COMPARED`` names the columns."""
     rests_on = evidence(**finished.counts)
     return [
         (
@@ -102,7 +105,7 @@ def _compared(finished: Finished, outcome: Outcome) -> Lines:
 
 
 def shown(finished: Finished) -> Group:
-    """Format a run for the console: first the comparison, then rows, then settings."""
+    """Format a run for the console: the comparison, then the rows, then the settings."""
     outcome, heading = finished.outcome, Text(finished.heading, style="bold")
     if outcome is None:
         return Group(heading, Text(f"failed: {finished.error}", style="bold"))
@@ -163,7 +166,7 @@ def write_files(finished: Finished, folder: Path) -> list[Path]:
 
 
 def page(finished: Sequence[Finished], unavailable: Sequence[Unavailable]) -> str:
-    """Write all outcomes as Markdown: first the table of all comparisons, then every artifact."""
+    """Return a Markdown page: first a table of all comparisons, then a section per artifact."""
     done = [(run, run.outcome) for run in finished if run.outcome is not None]
     same = [c.same for _, outcome in done for c in outcome.comparisons]
     failed = [(r.artifact.name, f"failed: {r.error}", "", "", "", "") for r in finished if r.error]

@@ -16,16 +16,16 @@ from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Tabl
 
 _RANKS = (1, 2, 4, 8, 16, 32, 64)
 _DENSITIES = (0.001, 0.01, 0.05, 0.1)
-_STEPS = 200  # of training
-_EARLY = 10  # training is early after the number of steps divided by this
+_STEPS = 200  # training steps
+_EARLY = 10  # "early in training" is after a tenth of the steps
 _OF_SUM = "density of the sum, %"
-_DENSE = 0.5  # share of n above which indices and values take more bytes than all values
+_DENSE = 0.5  # density above which indices and values take more bytes than all n values
 _SIZE = 512  # N of Figure 7
-_ENTRIES = (1, 8, 32, 128)  # entries of each rank, out of N
+_ENTRIES = (1, 8, 32, 128)  # number of entries per rank, out of N
 
 
 def gradients(steps: Sequence[int], ranks: int, *, batch_size: int = 8) -> Iterator[list[Tensor]]:
-    """Train the demo's transformer on one rank; after each of ``steps``, yield a gradient per rank."""
+    """Train the demo's transformer on one rank; at each of ``steps``, yield a gradient for every rank."""
     text, model = ByteText.of_standard_library(), ByteTransformer(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -172,7 +172,7 @@ def figure_7(settings: Settings) -> Outcome:
 
 
 def _union_of_drawn(k: int, ranks: int, generator: torch.Generator) -> int:
-    """Return the number of entries in the sum of ``ranks`` random supports of k."""
+    """Return the number of entries in the sum of ``ranks`` vectors with k random positions each."""
     chosen = torch.rand(ranks, _SIZE, generator=generator).topk(k, dim=1).indices
     hit = torch.zeros(_SIZE, dtype=torch.bool)
     hit[chosen.flatten()] = True

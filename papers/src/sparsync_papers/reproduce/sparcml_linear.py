@@ -22,9 +22,9 @@ from sparsync_papers.reproduce import (
     artifact,
 )
 
-_RANKS = 8  # ranks of SCD
+_RANKS = 8  # number of ranks for SCD
 _BATCH = 1000  # rows per rank and step (section 8.2)
-_STEPS = {8: 2, 32: 1}  # by number of ranks; virtual ranks take turns
+_STEPS = {8: 2, 32: 1}  # ranks -> steps; virtual ranks take turns, so more ranks get fewer steps
 _FDR = Links(alpha=1.5e-6, beta=1 / 6.8e9)  # assumed: InfiniBand FDR, four lanes
 
 
@@ -37,7 +37,7 @@ class _Published(NamedTuple):
     ranks: int
     exchange: str
     speedup: float
-    communication: float  # its speedup
+    communication: float  # speedup of communication alone
 
     def __str__(self) -> str:
         kind = {"logistic": "LR", "svm": "SVM"}[self.model]

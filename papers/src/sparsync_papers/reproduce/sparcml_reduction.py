@@ -1,4 +1,4 @@
-"""Measure the virtual time of a reduction, over nodes and over density (SparCML, Figure 3)."""
+"""Measure the virtual time of a reduction by number of nodes and by density (SparCML, Figure 3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsync_papers.reproduce import (
 _SIZE = 1 << 24  # N of both plots (Figure 3)
 _DENSITY = 0.00781  # density in the plot over nodes (Figure 3)
 _RANKS_OF_DENSITIES = 8  # ranks in the plot over density (Figure 3)
-_SCALE = 64  # divides n, k and the bandwidth: the same seconds, in less memory
+_SCALE = 64  # divides n, k and the bandwidth, so that the same times need less memory
 _RANKS = (2, 4, 8, 16, 32, 64)
 _DENSITIES = (0.0005, 0.002, 0.00781, 0.03, 0.12, 0.4)
 _MOST = 4.0  # largest speedup over dense if the result is dense (2 / kappa, section 5.3.4)
@@ -39,7 +39,7 @@ _DOUBLE, _SPLIT, _DYNAMIC, _SPARSE_RING, _RING = _ALGORITHMS
 
 
 def _seconds(algorithm: str, ranks: int, density: float, links: Links, settings: Settings) -> float:
-    """Return the virtual seconds of one reduction with uniformly random supports."""
+    """Return the virtual seconds of one reduction of vectors with uniformly random positions."""
     scale = settings.pick(_SCALE, 64 * _SCALE)
     size = _SIZE // scale
     k = max(round(density * size), 1)

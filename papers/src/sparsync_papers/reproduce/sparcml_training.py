@@ -25,14 +25,14 @@ from sparsync_papers.reproduce.one_process import (
     train_all,
 )
 
-_BLOCK = 512  # elements of which k are selected (section 8.3)
+_BLOCK = 512  # k elements are selected from each block of this many (section 8.3)
 _STEPS = 600
-_TUNING_STEPS = 300  # of Figure 6: dense, then as many of each method
-_WIDE_STEPS = 1500  # of Figure 5, in which an entry waits about 500 steps to be sent
-_LARGE = 4096  # smallest compressed layer, in elements: layers here are small
-_LEARNT = 0.5  # below this accuracy there is nothing to compare
+_TUNING_STEPS = 300  # Figure 6: steps of dense training, then as many with each method
+_WIDE_STEPS = 1500  # Figure 5, in which an entry waits about 500 steps to be sent
+_LARGE = 4096  # smallest number of elements of a compressed layer; these models' layers are small
+_LEARNT = 0.5  # below this accuracy, there is nothing to compare
 _NOISE = 0.02  # difference in accuracy between seeds, on 359 images
-_WIDE_HIDDEN = 1024  # units; wider by the factor of 4xResNet over ResNet
+_WIDE_HIDDEN = 1024  # hidden units; four times as many as usual, like 4xResNet compared with ResNet
 
 
 _FULL = Way(resolve("dense"))
@@ -184,7 +184,7 @@ def figure_6(settings: Settings) -> Outcome:
     starts: list[Evaluation] = []
 
     def trained(seed: int) -> nn.Module:
-        """Return a model that was trained dense."""
+        """Train a model with the dense exchange; return it."""
         training = SimulatedTraining(
             recipe,
             resolve("dense"),

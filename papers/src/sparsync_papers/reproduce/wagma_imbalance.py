@@ -11,7 +11,7 @@ from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Tabl
 from sparsync_papers.workloads.length_buckets import LinesWorkload
 
 _BATCHES, _BATCH_SIZE, _REPEATS = 2000, 16, 5
-_VARIES = 0.2  # standard deviation over mean that counts as "high variance"
+_VARIES = 0.2  # a standard deviation of this share of the mean counts as "high variance"
 
 
 def _seconds_by_length(workload: LinesWorkload, settings: Settings) -> dict[int, float]:
@@ -23,7 +23,7 @@ def _seconds_by_length(workload: LinesWorkload, settings: Settings) -> dict[int,
         inputs, targets = lines.padded(chosen, length)
         times = []
         for _ in range(settings.pick(_REPEATS, 1)):
-            started = time.process_time()  # process time, since the machine may have other work
+            started = time.process_time()  # not wall time: the machine may be busy
             workload.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             times.append(time.process_time() - started)
         found[length] = min(times)

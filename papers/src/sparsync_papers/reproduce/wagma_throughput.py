@@ -18,8 +18,8 @@ from sparsync_papers.reproduce import Comparison, Outcome, Panel, Row, Settings,
 from sparsync_papers.workloads.length_buckets import LinesWorkload
 
 # Section 5.2 states these steps per second for 64 ranks without delays.  AD-PSGD hides its
-# communication, so its step is pure computation; local SGD's step includes an allreduce of 2 n (P -
-# 1) / P elements.
+# communication, so its step is pure computation; local SGD's step includes an allreduce of
+# 2 n (P - 1) / P elements.
 _LOCAL_RATE, _ADPSGD_RATE = 1.52, 1.61
 _RESNET, _TRANSFORMER, _NAVIGATION = 25_559_081, 61_362_176, 8_476_421  # parameters (5.2 to 5.4)
 COMPUTE = 1 / _ADPSGD_RATE  # seconds of ResNet-50's step
@@ -29,20 +29,22 @@ ALPHA = 2e-6  # seconds per message, for a hop of such a network (assumed)
 TRANSFORMER_COMPUTE = 0.27
 LATE = Delay("random", 2, 0.32)  # section 5.2
 TAIL = Delay("heavytail", 1.7, 43.5)  # section 5.4
-SIZE = 8192  # elements of the simulated vector; beta is scaled so that it takes as long as the real one
+SIZE = 8192  # elements of the simulated vector, which takes as long as the model because beta is scaled
 
-_FASTER = 1.02  # least ratio of throughputs that counts as faster
-_SPREAD = 1.07  # fastest over slowest where nobody is late (1.61 over 1.51)
-_LONG_STEPS, _MOST_RANKS = 60, 256  # delays spread by a hop per step; more ranks run fewer steps
+_FASTER = 1.02  # smallest ratio of throughputs that counts as faster
+_SPREAD = 1.07  # fastest / slowest scheme if nobody is late (1.61 / 1.51)
+# steps of schemes without a global average: enough for delays to spread, which they do by a hop per
+# step; with more than the given number of ranks, fewer steps
+_LONG_STEPS, _MOST_RANKS = 60, 256
 _MANY_STEPS = 24
-_PERIODS = 4  # periods of schemes with a global average, on few ranks
+_PERIODS = 4  # number of periods to run of schemes with a global average, if there are few ranks
 
 Work = Callable[[int, int, int, int], float]  # step, rank, world_size, seed -> seconds
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A figure's model and ranks, and the cost of each step."""
+    """A figure's model and ranks, and the costs of each step."""
 
     title: str  # title of its plot
     parameters: int  # parameters of the paper's model, which messages carry
@@ -57,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A scheme with its options, where "P" and "tau" stand for the setting's values.
+    """A scheme with its options, in which "P" and "tau" stand for the setting's values.
 
     Example:
         >>> wagma = Scheme("wagma", {"group_size": "P"}).make(SETTINGS["fig4"], 16)
@@ -85,7 +87,7 @@ def _number(value: int | str, setting: Setting, ranks: int) -> int | str:
 
 
 def _delayed(compute: float, step: int, rank: int, world_size: int, seed: int) -> float:
-    """Return the seconds of computation, plus 320 ms for two ranks of every step."""
+    """Return the seconds of computation, plus 320 ms for two of the ranks on every step."""
     return compute + LATE.seconds(step, rank, world_size, seed)
 
 
@@ -146,7 +148,7 @@ _WHOLE = {"sync_period": "tau", "group_size": "P"}
 _LOCAL, _SGP_2, _SGP_4 = "local SGD, H = 1", "SGP, 2 neighbours", "SGP, 4 neighbours"
 _MEETS, _EAGER_MEETS = ", barrier every step", "eager-SGD, majority, barrier every tau steps"
 _S_P, _S_P_WAITS = "WAGMA, S = P", "WAGMA, S = P, waits for its group"
-# settings that the paper may have used, simulated only at one or two points
+# variants that the paper may have used, simulated only at one or two world sizes
 VARIANTS: Mapping[str, Scheme] = {
     _S_P: Scheme("wagma", _WHOLE),
     _S_P_WAITS: Scheme("wagma", {**_WHOLE, "grouping": "synchronous"}),
@@ -164,7 +166,7 @@ class Target:
     figure: str  # a key of ``SETTINGS``
     ranks: int  # P
     ratio: float  # ratio of throughputs
-    rows: tuple[str, ...]  # the other scheme, followed by alternatives for the paper's run of it
+    rows: tuple[str, ...]  # the other scheme, then variants of it that the paper may have run
 
 
 TARGETS = (
@@ -204,7 +206,7 @@ _DIFFERS = (
 
 
 async def _wait_for_all(comm: SimCommunicator) -> None:
-    """Wait as ``comm.barrier`` does, in log2 P hops and with fewer simulated operations."""
+    """Wait in log2 P hops like ``comm.barrier``, but with fewer simulated operations."""
     for hop in range((comm.world_size - 1).bit_length()):
         await exchange(comm, Exponential(), torch.zeros(1, dtype=torch.uint8), hop, "barrier")
 
@@ -214,9 +216,8 @@ def step_seconds(
 ) -> float:
     """Return the virtual seconds of a step, averaged over steps and ranks.
 
-    Ranks of an asynchronous scheme are at different steps when the first rank ends, hence the mean
-    over ranks. In a longer run, this difference would matter less; in other schemes, all ranks end
-    together.
+    With an asynchronous scheme, ranks end at different times, so the mean over ranks is taken. In a
+    longer run, this difference would matter less. With other schemes, all ranks end together.
     """
     every = int(_number(scheme.barrier, setting, ranks))
 
@@ -234,7 +235,7 @@ def step_seconds(
 
 
 def ideal_seconds(setting: Setting, ranks: int, *, steps: int, seed: int = 0) -> float:
-    """Return the mean seconds of a step's computation, without any waiting or messages."""
+    """Return the mean seconds of a step that consists only of computation."""
     return fmean(
         setting.work(step, rank, ranks, seed) for step in range(steps) for rank in range(ranks)
     )
@@ -250,7 +251,11 @@ def _steps(scheme: Scheme, setting: Setting, ranks: int, *, quick: bool) -> int:
 
 
 def estimated_seconds(scheme: Scheme, setting: Setting, ranks: int, settings: Settings) -> float:
-    """Estimate the seconds of a step if all ranks waited for each other on every step."""
+    """Return the seconds of a step, by simulation if possible.
+
+    If all ranks wait for each other on every step, a cheaper estimate suffices: the mean over steps
+    of the longest computation, plus one simulated exchange.
+    """
     steps, seed = _steps(scheme, setting, ranks, quick=settings.quick), settings.seed
     if not scheme.all_wait:
         return step_seconds(setting, scheme, ranks, steps=steps, seed=seed)
@@ -275,7 +280,7 @@ def _outcome(
     only: str,
     more: str,
 ) -> Outcome:
-    """Simulate the schemes of ``rows`` for all ``ranks``, and the other points that targets need."""
+    """Simulate the schemes of ``rows`` for all ``ranks``, and further schemes that ``TARGETS`` need."""
     setting, targets = SETTINGS[key], [target for target in TARGETS if target.figure == key]
     cases = []
     for p in settings.pick(ranks, ranks[:1]):
@@ -325,7 +330,7 @@ def _network(setting: Setting) -> Row:
 
 
 def _compare(target: Target, section: str, rates: Mapping[str, float]) -> Comparison:
-    """Compare a ratio of WAGMA's throughput to another scheme's with the paper's ratio."""
+    """Compare WAGMA's throughput relative to another scheme's with the paper's ratio."""
     row, *others = target.rows
     ratio = rates["WAGMA"] / rates[row]
     found = [f"{ratio:.2f} x"]

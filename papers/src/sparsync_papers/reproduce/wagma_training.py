@@ -26,13 +26,13 @@ from sparsync_papers.workloads.length_buckets import LinesWorkload
 from sparsync_papers.workloads.ppo import Ppo
 
 _MOMENTUM = 0.9  # momentum of SGD (not stated in the paper)
-_RAMP = 10  # the learning rate grows over this part of the steps
+_RAMP = 10  # the learning rate rises over a tenth of the steps
 _LOOKS = 5  # points of a curve
 _RANKS, _STEPS = 64, 240  # section 5.2; the number of steps is a choice made here
-_TRANSLATED_RANKS, _TRANSLATED_STEPS = 16, 300  # section 5.3; likewise for the steps
-_SEEDS = 3  # a choice made here: schemes and parts of WAGMA differ by less than seeds do
-_POINT = 1.0  # a smaller difference in accuracy, in %, does not count (three or four of 359 images)
-_LEVEL = 0.01  # relative difference in loss that does not count
+_TRANSLATED_RANKS, _TRANSLATED_STEPS = 16, 300  # section 5.3; the steps are a choice made here
+_SEEDS = 3  # several, because seeds differ by more than schemes and parts of WAGMA do
+_POINT = 1.0  # smallest difference in accuracy that counts, in % (three or four of 359 images)
+_LEVEL = 0.01  # largest relative difference in loss that does not count
 
 _WAGMA, _ALLREDUCE, _LOCAL, _ADPSGD = "WAGMA", "Allreduce-SGD", "local SGD, H = 1", "AD-PSGD"
 _SGP_1, _SGP_2, _SGP_4 = (f"SGP, {n} neighbour{'s' * (n > 1)}" for n in (1, 2, 4))
@@ -45,20 +45,21 @@ _OWN = (
 )
 _AVOIDS = "here a rank waits only for its neighbours, so delays of distant ranks overlap"
 
-# returns a rank's model, and a function that takes local step t of this model
+# returns a rank's model, and a function that trains this model for one step, given its number
 MakeReplica = Callable[[int], tuple[nn.Module, Callable[[int], None]]]
 _Curve = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Averaged:
-    """Models averaged during training."""
+    """The result of a training run with averaged models."""
 
     final: Tensor  # parameters after ``finish()``, `[parameters]`
-    # parameters of every rank's own model on a step of the last period; together, ranks show all steps
+    # the parameters of each rank's own model, recorded at some step of the last period; the ranks
+    # differ in this step, so that all steps of the period are represented
     own: list[Tensor]
-    seconds: float  # virtual seconds of a step, the mean over ranks
-    # points ``(virtual seconds, parameters of all ranks' own models)``, after equally many steps
+    seconds: float  # virtual seconds of a step, mean over ranks
+    # points ``(virtual seconds, parameters of all ranks' own models)`` at equal distances in steps
     looks: list[tuple[float, list[Tensor]]]
 
 
@@ -73,7 +74,7 @@ def average_models(
 ) -> Averaged:
     """Train and average models on virtual ranks."""
     looked = {max(steps * look // _LOOKS, 1) for look in range(1, _LOOKS + 1)}
-    last = max(steps - setting.period, 0)  # where the last period begins
+    last = max(steps - setting.period, 0)  # the step at which the last period begins
     own: dict[int, Tensor] = {}
     looks: dict[int, list[tuple[float, Tensor]]] = {step: [] for step in sorted(looked)}
 
@@ -111,7 +112,7 @@ def _read(model: nn.Module) -> Tensor:
 
 
 def _write_(model: nn.Module, vector: Tensor) -> None:
-    # copied, because parameters become views of the vector, which the averager may keep for others
+    # copy the vector: parameters become views of it, but the averager may send it to others later
     vector_to_parameters(vector.clone(), model.parameters())
 
 
@@ -119,11 +120,11 @@ def _write_(model: nn.Module, vector: Tensor) -> None:
 class _Timed:
     """The result of a training run over virtual time."""
 
-    value: float  # held-out accuracy in %, or loss, of a rank's own model, the mean over ranks
-    final: float  # the same measure of the model after ``finish()``
-    seconds: float  # virtual seconds of a step, the mean over ranks
-    curve: _Curve  # the same measure of ranks' own models, over virtual seconds
-    loss: float  # held-out loss of a rank's own model, the mean over ranks
+    value: float  # score, i.e. held-out accuracy in % or loss; mean over the ranks' own models
+    final: float  # score of the model after ``finish()``
+    seconds: float  # virtual seconds of a step, mean over ranks
+    curve: _Curve  # scores of the ranks' own models over virtual seconds
+    loss: float  # held-out loss, mean over the ranks' own models
     final_loss: float  # held-out loss of the model after ``finish()``
 
     @staticmethod
@@ -165,7 +166,7 @@ def _train(
     spare = recipe.make_model(seed)
 
     def measured(vector: Tensor) -> tuple[float, float]:
-        """Return a model's value and loss."""
+        """Return a model's score and loss."""
         _write_(spare, vector)
         found = recipe.workload.evaluate(spare)
         score = recipe.score(found)
@@ -187,12 +188,12 @@ def _outcome(
     ranks: int,
     steps: int,
     paper: Mapping[str, float | None],  # scheme -> its score in the paper; None: not stated
-    slower: Mapping[str, float],  # scheme -> its time over WAGMA's in the paper
-    # compares the schemes' values, of ranks' own models and of the mean of all
+    slower: Mapping[str, float],  # scheme -> its time / WAGMA's time in the paper
+    # compares the schemes' scores: first of the ranks' own models, then of the final averages
     compare: Callable[[Mapping[str, float], Mapping[str, float]], list[Comparison]],
     more: str,
 ) -> Outcome:
-    """Train one model with several schemes; compare final values, and the times of equally many steps."""
+    """Train one model with several schemes; compare scores, and the times for equally many steps."""
     seeds = settings.seeds_or(_SEEDS)
     found = {
         name: _Timed.mean(
@@ -245,7 +246,7 @@ def _outcome(
 
 
 def _perceptron_recipe() -> Recipe:
-    """Return a model that 64 ranks can train, with 256 images per step in total."""
+    """Return a model small enough for 64 ranks, with 256 images per step in total."""
 
     def make_model(seed: int) -> nn.Module:
         return seeded(_perceptron, seed)
@@ -347,11 +348,11 @@ def figure_8(settings: Settings) -> Outcome:
 class _Ablation:
     """WAGMA without one of its parts, or with another group size."""
 
-    section: str  # of the paper
-    what: str  # in the table
+    section: str  # the paper's section
+    what: str  # name in the table
     scheme: Scheme
-    score: str  # the paper's: top-1 accuracy or BLEU; "" for WAGMA itself, which is first
-    worse: bool = True  # whether the paper finds it worse than WAGMA, or only no better
+    score: str  # the paper's top-1 accuracy or BLEU; "" for WAGMA itself, which comes first
+    worse: bool = True  # whether the paper finds it worse than WAGMA; False: only not better
 
 
 def _wagma(**options: int | bool) -> Scheme:
@@ -382,7 +383,7 @@ _ABLATIONS = (
     _Ablation("section 5.3", "S = 2", _wagma(group_size=2), "BLEU 26.12 to 24.53"),
 )
 
-_ABLATED_STEPS = 120  # of each model; likewise
+_ABLATED_STEPS = 120  # steps of each model, a choice made here
 
 
 def _ablated(
@@ -399,7 +400,7 @@ def _ablated(
     for one in _ABLATIONS:
         if one.section == section:
             size = one.scheme.options.get("group_size")
-            fits = {} if size is None else {"group_size": min(int(size), ranks)}  # a quick run's
+            fits = {} if size is None else {"group_size": min(int(size), ranks)}  # if quick
             scheme = replace(one.scheme, options={**one.scheme.options, **fits})
             found[one.what] = [
                 _train(recipe, setting, scheme, seed, ranks=ranks, steps=steps) for seed in seeds
@@ -479,12 +480,12 @@ def ablations(settings: Settings) -> Outcome:
 
 
 _RL_RANKS, _ITERATIONS, _RUNS = 8, 32, 4  # four runs as in section 5.4
-_EPISODES, _EPOCHS = 1, 4  # per iteration, for a fast step
+_EPISODES, _EPOCHS = 1, 4  # per iteration; few, so that a step is fast
 _WINDOW = 4  # iterations whose returns are one point of the curve
 
 
 def _play(scheme: Scheme, seed: int, ranks: int, iterations: int) -> _Curve:
-    """Train by PPO; return the mean episode return of all ranks over virtual time."""
+    """Train with PPO; return the mean episode return over all ranks as a curve over virtual time."""
     task = Ppo(episodes=_EPISODES, epochs=_EPOCHS)
     returns: list[list[float]] = [[] for _ in range(iterations)]
 
@@ -508,7 +509,7 @@ def _play(scheme: Scheme, seed: int, ranks: int, iterations: int) -> _Curve:
 
 
 def _reached(curve: Sequence[tuple[float, float]], seconds: float) -> float:
-    """Return the value of a curve at a time: its last point by then, or its first point."""
+    """Return a curve's value at a time: its last point up to then, or else its first point."""
     return max((point for point in curve if point[0] <= seconds), default=curve[0])[1]
 
 
@@ -529,7 +530,7 @@ def figure_11(settings: Settings) -> Outcome:
         name: [_play(ROWS[name], seed, ranks, iterations) for seed in seeds]
         for name in settings.track(names)
     }
-    # compare values at the end of WAGMA's run, by which time faster schemes have done more
+    # compare the values at the time when WAGMA's run ends; by then, faster schemes have completed more
     # iterations
     end = fmean(curve[-1][0] for curve in curves[_WAGMA])
     rows = Table()

@@ -1,9 +1,9 @@
-"""A study: which training method reaches a loss first, from a fit of steps to measured curves.
+"""A study of which training method reaches a loss first, based on measured loss curves.
 
-The library compares seconds per step (``sparsync.cost``), which its own measurements on any machine
-can check.  The number of steps that a method needs depends on the model, the data and the length of
-the run. This study fits it to curves of models with 0.1 to 8.4 M parameters; the fit does not hold
-for other models.
+The library itself compares only seconds per step (``sparsync.cost``), because these can be checked
+by measurements on any machine.  The number of steps that a method needs depends on the model, the
+data and the length of the run. This study fits it to curves of models with 0.1 to 8.4 M parameters;
+the fit does not hold for other models.
 
     =================  =======================================================================
     ``steps_to_loss``  the steps of a method over those of dense: the fit, and its error

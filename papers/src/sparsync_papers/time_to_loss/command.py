@@ -53,8 +53,8 @@ def command(
     """Predict which training method first reaches the loss that dense has after a number of steps.
 
     The methods are dense, averages, local steps, sparse and low-rank gradients. The prediction
-    multiplies the seconds per step by the number of steps in measured curves of small models in
-    short runs. This is a study, not a promise; no training is run.
+    multiplies the seconds per step by a number of steps that was fitted to short runs of small
+    models. This is a study, not a promise; no training is run.
     """
     here = machine_of(machine, network, rtt)
     alone = json == Path("-")
@@ -90,7 +90,7 @@ def command(
 
 
 def as_json(made: LossPlan) -> dict[str, Any]:
-    """Return the plan as plain values; each row says whether measured runs reach the loss."""
+    """Return the plan as plain values for JSON; "reached" tells whether a method reaches the loss."""
     rows = [{**asdict(one), "named": one.named, "reached": one.steps.reached} for one in made.table]
     return {
         "choice": made.choice,

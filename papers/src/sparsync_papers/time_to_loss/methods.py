@@ -3,20 +3,20 @@
     seconds to the loss = steps of dense x ratio x seconds per step, and dense steps at the start
     seconds per step    = computation + work + (exchange - hidden) / period
 
-``steps_to_loss.steps_ratio`` gives the ratio. The exchange time follows from the method's messages:
+``steps_to_loss.steps_ratio`` gives the ratio. The time of an exchange follows from its messages:
 
-- PyTorch's allreduce (for dense, its hooks and DiLoCo) is gloo's ring, in segments of at most 1
-  MiB, at least two per rank and direction; each segment takes the latency once more, because the
+- PyTorch's allreduce (for dense, its hooks and DiLoCo) is gloo's ring. It sends segments of at most
+  1 MiB, and at least two per rank and direction. Each segment costs another latency, because the
   receiver has to ask for it.
-- Averages in few bits take two rounds; in each, a rank sends to all others at once.
-- Sparse gradients take the fastest collective of ``planner.plan``.
+- Averages with few bits per element take two rounds; in each, a rank sends to all others at once.
+- Sparse gradients use the fastest collective that ``planner.plan`` finds.
 
 For every 0.2 s plus a round trip that a connection is silent, TCP halves its window, down to 10
-packets; afterwards, the window doubles per round trip. Packets that do not fit into a link's queue
-are lost, and are sent again in windows that grow by a packet per round trip. DDP's buckets of 25
-MiB are summed two at a time, which hides the latencies of one of them. For dense, the rest of the
-backward pass hides all buckets but the last; delayed averages are hidden by the computation during
-the delay.
+packets; afterwards, the window doubles with every round trip. Packets that do not fit into a link's
+queue are lost, and are sent again in windows that grow by a packet per round trip. DDP sums its
+buckets of 25 MiB two at a time, which hides the latencies of one of them. For dense, the rest of the
+backward pass hides all buckets but the last. The computation during the delay hides delayed
+averages.
 
 The prediction computes a ``LossPlan`` from a ``Machine`` and sizes by pure arithmetic, so it is the
 same on every rank.
@@ -51,23 +51,25 @@ __all__ = [
 
 Way = Literal["dense", "low-rank gradients", "averages", "local steps", "sparse gradients"]
 
-_SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # bytes, and least number per rank, of segments in gloo's ring
+_SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # gloo's ring: bytes of a segment, and least number per rank
 _PACKET = 1_448  # bytes of payload of a packet
 _WINDOW = 14_600  # bytes that TCP sends before the first acknowledgement
-_QUEUE = 0.1  # seconds that a packet may wait for a link, at least a round trip; typical of a modem
-# Round trips per square root of lost packets until connections on a shared link have recovered: a
-# window grows by a packet per round trip, so n packets take about sqrt(2 n) round trips.  Set by
-# hand to match nine exchanges in the lab: 4 ranks, 0.4 to 1.8 MB, 10 and 30 Mbit/s, 20 to 80 ms.
+_QUEUE = 0.1  # seconds that a packet may wait for a link (or a round trip if longer); a modem's
+# Round trips until the connections on a shared link have recovered, per square root of the lost
+# packets.  A window grows by a packet per round trip, so n packets take about sqrt(2 n) round trips.
+# Set by hand to match nine exchanges in the lab: 4 ranks, 0.4 to 1.8 MB, 10 and 30 Mbit/s, 20 to
+# 80 ms.
 _REGROWTH = 0.25
-_PAUSE = 0.2  # seconds, plus a round trip: Linux's least time until it halves a silent window
+_PAUSE = 0.2  # after this many seconds of silence, plus a round trip, Linux halves a window
 _BUCKETS_AT_ONCE = 2  # buckets that gloo sums concurrently
-# compressed elements per matrix rank and square root of n, from two byte-level GPTs of 4 layers
+# low-rank gradients have this many elements per matrix rank and square root of n, as measured on two
+# byte-level GPTs of 4 layers
 _LOW_RANK = 10.6
-# passes over the model, each as long as a dense sum: for PowerSGD's products, and for sparse
-# gradients besides selection (set by hand, from the lab)
+# work in passes over the model, each as long as a dense sum: PowerSGD's products, and the work of
+# sparse gradients besides selection (set by hand to match the lab)
 _LOW_RANK_PASSES, _SPARSE_PASSES = 30, 6
 _ALIKE = 1.1  # ratio of times below which the simpler method is chosen
-_SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one in 64 takes 12.5 bits
+_SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one element in 64 is sent, in 12.5 bits
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,12 @@ class Method:
         name: the name in ``benchmarks/frontier.md``.
         recipe: the recipe that determines the number of steps.
         optimizers: the optimizers with which the method was measured.
-        use: the user's code or option that selects the method.
-        bits: bits per element when averages are exchanged; 32 for gloo's allreduce.
+        use: the code or option with which a user selects the method.
+        bits: bits per exchanged element; 32 means gloo's allreduce.
         block: number of elements that share a scale, if values have few bits.
-        fragments: number of parts of the model that are exchanged in turn within a period.
+        fragments: number of parts of the model, which are exchanged one after another in a period.
         delay: steps after which an exchange must have ended.
-        start: dense steps before gradients are compressed.
+        start: number of dense steps before gradients are compressed.
     """
 
     name: str
@@ -129,8 +131,9 @@ METHODS: Final = (
         start=10,
     ),
     _updates("updates", 2, "attach(model, optimizer)", bits=2),
-    # A recipe's number of steps does not depend on bits; on a model of 1.3 M elements, one bit
-    # instead of two raises the loss by 0.9 % after 1,000 steps (docs/optimizers.md).
+    # The predicted number of steps does not depend on the bits, although they matter a little: on a
+    # model of 1.3 M elements, one bit instead of two raises the loss by 0.9 % after 1,000 steps
+    # (docs/optimizers.md).
     _updates("updates-1bit", 2, 'OuterStep of "updates": 1 bit'),
     _updates("updates-overlap", 2, "OuterStep: 1 bit, fragments=2, delay=1", 2, 1),
     _updates("updates-h4-overlap1", 4, "OuterStep: 1 bit, period=4, fragments=4, delay=1", 4, 1),
@@ -174,10 +177,10 @@ class Outlook:
     way: Way
     period: int  # steps between exchanges
     use: str
-    steps: Ratio  # steps over those of dense
-    seconds_step: float  # seconds of a step, with computation
-    bytes_step: float  # largest number of bytes that a rank sends or receives, mean over steps
-    seconds: Ratio  # seconds to the loss
+    steps: Ratio  # number of steps / dense's number of steps
+    seconds_step: float  # seconds of a step, including computation
+    bytes_step: float  # bytes per step of the rank that sends or receives most
+    seconds: Ratio  # seconds until the loss is reached
 
     @property
     def named(self) -> str:
@@ -195,10 +198,10 @@ class LossPlan:
     choice: str
     way: str  # "dense", "averages", "local steps every H", "sparse gradients", "low-rank gradients"
     why: str  # one sentence
-    steps: float  # steps of dense
+    steps: float  # steps that dense needs
     table: tuple[
         Outlook, ...
-    ]  # the choice, then the others from the fastest on, then those that do not reach the loss
+    ]  # the choice, then the others by time, last the methods that do not reach the loss
 
     @property
     def dense(self) -> Outlook:
@@ -220,7 +223,8 @@ def plan_loss(
 ) -> LossPlan:
     """Choose the method that first reaches a loss, or the simplest method within 10 % of its time.
 
-    Methods are considered only if they reach the loss even at the upper end of their likely steps.
+    A method can be chosen only if it reaches the loss even with the most steps that it is likely to
+    need.
 
     Args:
         size: trained elements, n.
@@ -230,7 +234,7 @@ def plan_loss(
         optimizer: the optimizer of the training.
         steps: steps that dense needs to reach the loss, in a run planned for it.
         compute: seconds of a step without its exchange.
-        density: k / n of sparse gradients; by default 0.01, at which curves were measured.
+        density: k / n of sparse gradients; by default 0.01, as in the measured curves.
         methods: names of the methods to compare; None for all.
 
     Raises:
@@ -267,7 +271,7 @@ def plan_loss(
         before = method.start * (dense - seconds)
         until = Ratio(
             *(
-                # a very short training run may be shorter than the dense start
+                # the training may be shorter than its dense start
                 max(before + steps * seconds * more, 0.0)
                 for more in (ratio.mean, ratio.low, ratio.high)
             )
@@ -275,7 +279,7 @@ def plan_loss(
         period = method.recipe.period
         found.append(Outlook(name, method.way, period, use, ratio, seconds, nbytes, until))
     by_time = sorted(found, key=lambda one: (not one.steps.reached, one.seconds.mean))
-    sure = [one for one in found if one.steps.surely_reached]  # dense always is
+    sure = [one for one in found if one.steps.surely_reached]  # dense is always among them
     near = _ALIKE * min(one.seconds.mean for one in sure)
     simplest = next(one for one in sure if one.seconds.mean <= near)
     table = (simplest, *(one for one in by_time if one is not simplest))
@@ -286,7 +290,7 @@ def plan_loss(
 
 
 class _Exchange(NamedTuple):
-    """Seconds of an exchange on the links, seconds of a rank's work, and bytes that a rank sends."""
+    """The seconds that an exchange takes on the links, a rank's seconds of work, and its bytes."""
 
     wire: float
     work: float
@@ -296,7 +300,7 @@ class _Exchange(NamedTuple):
 def step_seconds(
     method: Method, size: int, world_size: int, machine: Machine, compute: float
 ) -> tuple[float, float]:
-    """Return the seconds and the bytes of a step, for all methods but sparse gradients."""
+    """Return the seconds and the bytes of a step, for all methods except sparse gradients."""
     if world_size == 1 or size == 0:
         return compute, 0.0
     period, parts = method.recipe.period, method.fragments
@@ -306,7 +310,7 @@ def step_seconds(
     whole = machine.gamma * WORD_BYTES * size  # seconds of a pass over the model
     hidden = method.delay * compute
     if method.way == "dense":
-        first = min(BUCKET_BYTES / (WORD_BYTES * size), 1.0)  # share of the first bucket
+        first = min(BUCKET_BYTES / (WORD_BYTES * size), 1.0)  # the first bucket's share
         buckets = math.ceil(1 / first)
         hidden = min(each.wire * (1 - 1 / buckets), BACKWARD * compute * (1 - first))
     wait = max(each.wire - hidden, 0.0) + each.work
@@ -346,7 +350,7 @@ def _exchange(
 def rounds(
     count: int, nbytes: float, world_size: int, machine: Machine, idle: float = 0.0
 ) -> float:
-    """Return the seconds of rounds in which each rank sends ``nbytes`` to all others at once.
+    """Return the seconds of ``count`` rounds; in each, a rank sends ``nbytes`` to all others at once.
 
     The first round follows a pause of ``idle`` seconds.
 
@@ -381,12 +385,12 @@ def allreduced(
 
 
 def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) -> float:
-    """Return the seconds that TCP's small windows after a pause cost.
+    """Return the seconds lost because TCP's windows are small after a pause.
 
-    A connection is silent for the pause and for the round trip before it.
+    A connection is silent during the pause and the round trip before it.
     """
     trip, seconds, sent = 2 * machine.alpha, 0.0, 0.0
-    # after 64 halvings, any window has its smallest size
+    # after 64 halvings, any window has reached its smallest size
     halved = 2.0 ** min(int((idle + trip) / (_PAUSE + trip)), 64)
     # bytes in flight with a full window
     full = min(nbytes, trip / machine.beta) if machine.beta else nbytes
@@ -398,10 +402,10 @@ def _slow_start(nbytes: float, connections: int, machine: Machine, idle: float) 
 
 
 def _losses(nbytes: float, connections: int, machine: Machine) -> float:
-    """Return the seconds that dropped packets cost the connections on a shared link.
+    """Return the seconds lost to dropped packets if connections share a link.
 
-    The link drops packets that do not fit into its queue; the connection with the most losses
-    finishes last.
+    The link drops packets that do not fit into its queue.  The connection with the most losses
+    finishes last, so it determines the time.
     """
     trip = 2 * machine.alpha
     fits = max(trip, _QUEUE) / machine.beta if machine.beta else math.inf

@@ -1,11 +1,11 @@
-"""Predict how many more steps than dense a method needs to reach a loss, by a fit to measured curves.
+"""Predict how many more steps than dense a method needs to reach a loss, with a fit to loss curves.
 
     ratio = exp(sum of coefficient x feature)        1: as many steps as dense, same optimizer
 
 ``python benchmarks/steps.py`` fits the coefficients to the curves of
-``benchmarks/frontier/results.jsonl`` and writes them here; ``benchmarks/steps.md`` has the data,
+``benchmarks/frontier/results.jsonl`` and writes them here; ``benchmarks/steps.md`` shows the data
 and the errors for held-out tasks. The curves cover small models (0.1 to 8.4 M parameters), 60 to
-3,000 steps and mostly 4 ranks; beyond that, predictions are a guess.
+3,000 steps and mostly 4 ranks. Outside this range, predictions are guesses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ __all__ = [
 Family = Literal["dense", "low-rank", "sparse gradients", "local", "updates", "outer momentum"]
 Optimizer = Literal["sgd", "adamw", "muon"]
 
-# the largest ratio that a run of dense's length can show for dense's loss at the middle of its run
+# the largest ratio that can be measured: dense's loss in the middle of its run, reached by a method
+# at the end of an equally long run
 FARTHEST: Final = 2.0
 _SHORTEST, _LONGEST = 60, 3000  # steps of the measured runs of dense
 _USUAL_RANKS, _USUAL_STEPS, _USUAL_RANK = 4, 300, 4
@@ -60,7 +61,7 @@ COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
         "low-rank into moments": 0.5150,
     }
 )
-LIKELY: Final = 1.32  # factor, either way
+LIKELY: Final = 1.32  # likely error of the ratio, as a factor in either direction
 # end
 
 
@@ -70,8 +71,8 @@ class Recipe:
 
     Attributes:
         family: "local" averages the changes of local steps; "updates" also makes these steps as
-            long as steps with averaged gradients; "outer momentum" also applies an outer momentum
-            to the average.
+            long as steps with averaged gradients; "outer momentum" averages like "local", and also
+            applies an outer momentum to the average.
         period: local steps between exchanges, H.
         delayed: whether an exchange is applied a step or more after it began.
         selects: whether only some of the entries are exchanged.
@@ -87,7 +88,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A number of steps relative to dense; 8 of 10 held-out measurements were in ``low`` to ``high``.
+    """A number of steps relative to dense; 8 of 10 held-out measurements lie in ``low`` to ``high``.
 
     Example:
         >>> Ratio(1.1, 0.8, 1.4).reached, Ratio(4.0, 3.0, 5.0).reached
@@ -100,12 +101,12 @@ class Ratio:
 
     @property
     def reached(self) -> bool:
-        """Whether measured runs could show this ratio; otherwise, the loss counts as not reached."""
+        """Whether the ratio is small enough to be measurable; if not, the loss counts as not reached."""
         return self.mean <= FARTHEST
 
     @property
     def surely_reached(self) -> bool:
-        """Whether measured runs could show the upper end of the ratio."""
+        """Whether even the upper end of the ratio is small enough to be measurable."""
         return self.high <= FARTHEST
 
 
@@ -146,7 +147,7 @@ def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> 
 
 
 def steps_ratio(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> Ratio:
-    """Predict a method's steps relative to dense; the arguments are those of ``features``.
+    """Predict a method's number of steps relative to dense; the arguments are the same as ``features``'.
 
     Raises:
         ConfigurationError: a number is out of range.

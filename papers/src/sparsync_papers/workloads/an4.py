@@ -1,7 +1,7 @@
-"""AN4, in which people spell names and addresses, and the LSTM that recognises their letters.
+"""AN4, a set of recordings of spelled names and addresses, and the LSTM that recognises the letters.
 
-The folder has CMU's layout: ``etc/an4_train.fileids`` and ``.transcription``, and sounds below
-``wav``.
+The folder has CMU's layout: ``etc/an4_train.fileids``, ``etc/an4_train.transcription``, and sounds
+below ``wav``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ADVICE = "unpack AN4 (CMU's raw archive) there"
 _SUFFIXES = (".wav", ".raw")
 
 
-Utterance = tuple[Path, str]  # the sound file, and the spoken text
+Utterance = tuple[Path, str]  # sound file and spoken text
 Words = Sequence[Hashable]
 
 
@@ -95,10 +95,10 @@ def _utterances(names: Path) -> list[Utterance]:
 
 
 def spelled(text: str, place: Path) -> Tensor:
-    """Convert a text to upper case and return the numbers of its letters.
+    """Convert a text to upper case and return the numbers of its letters in ``LETTERS``.
 
     Raises:
-        ConfigurationError: the text is empty or has any other character.
+        ConfigurationError: the text is empty, or contains a character that is not in ``LETTERS``.
     """
     letters = " ".join(text.upper().split())
     strange = sorted(set(letters) - set(LETTERS[1:]))
@@ -117,7 +117,7 @@ def read_sound(path: Path) -> Tensor:
         `[samples]`, ``float32`` in [-1, 1).
 
     Raises:
-        ConfigurationError: the file has any other format.
+        ConfigurationError: the file has another format.
     """
     advice = "convert it to 16-bit samples at 16 kHz, one channel"
     try:
@@ -144,12 +144,12 @@ def read_sound(path: Path) -> Tensor:
 
 
 def _roughness(samples: np.ndarray) -> float:
-    """Measure jumps between samples; sound that is read in the wrong byte order is noise."""
+    """Measure the jumps between samples, which are large if the byte order is wrong."""
     return float(np.abs(np.diff(samples.astype(np.float64))).sum())
 
 
 def spectrogram(samples: Tensor, *, window: int = 320, stride: int = 160) -> Tensor:
-    """Return log(1 + magnitude), `[bins, frames]`, with mean 0 and deviation 1 over the utterance.
+    """Return log(1 + magnitude), `[bins, frames]`, scaled to mean 0 and deviation 1.
 
     Args:
         samples: the sound, `[samples]`.
@@ -159,14 +159,14 @@ def spectrogram(samples: Tensor, *, window: int = 320, stride: int = 160) -> Ten
     References: Amodei et al., `Deep Speech 2 <https://arxiv.org/abs/1512.02595>`_, 2015.
     """
     shape = torch.hamming_window(window)
-    filled = F.pad(samples, (window // 2, window // 2))  # centres the frames
+    filled = F.pad(samples, (window // 2, window // 2))  # so that frames are centred on their times
     heard = torch.stft(filled, window, stride, window=shape, center=False, return_complex=True)
     level = heard.abs().log1p()
     return (level - level.mean()) / level.std().clamp(min=1e-6)
 
 
 def edit_distance(hypothesis: Words, reference: Words) -> int:
-    """Return the fewest insertions, deletions and substitutions between two sequences (Levenshtein).
+    """Return the smallest number of insertions, deletions and substitutions (Levenshtein distance).
 
     Example:
         >>> edit_distance("kitten", "sitting")
@@ -184,7 +184,7 @@ def edit_distance(hypothesis: Words, reference: Words) -> int:
 
 
 def errors(hypotheses: Sequence[Words], references: Sequence[Words]) -> tuple[int, int]:
-    """Return the number of edits, and the number of words or characters in the references.
+    """Return the total number of edits, and of words or characters in the references.
 
     Example:
         >>> heard, said = "the cat sat", "a cat sat down"
@@ -200,8 +200,8 @@ def errors(hypotheses: Sequence[Words], references: Sequence[Words]) -> tuple[in
 class Ctc(Objective):
     """Connectionist temporal classification: nats per utterance, and WER and CER of greedy decoding.
 
-    Targets are the letters `[batch, longest]`, and the numbers of letters and frames of each
-    utterance. An utterance that is too short for its letters counts as 0 nats.
+    Targets are the letters `[batch, longest]`, and each utterance's numbers of letters and frames.
+    An utterance that is too short for its letters counts as 0 nats.
 
     References: Graves et al., `Connectionist Temporal Classification
     <https://www.cs.toronto.edu/~graves/icml_2006.pdf>`_, 2006.
@@ -227,7 +227,7 @@ class Ctc(Objective):
         return Evaluation(self._nats(logits, targets).item(), hits, len(said), more)
 
     def figures(self, whole: Evaluation) -> dict[str, float]:
-        """Return the numbers of edits per word and per letter, which may exceed 1."""
+        """Return the number of edits per word and per letter; either may exceed 1."""
         more = whole.more
         return {
             "WER": mean(more["in_words"], more["words"]),
@@ -248,7 +248,7 @@ class Ctc(Objective):
 
 
 def heard_texts(logits: Tensor, positions: Tensor) -> list[str]:
-    """Return the likeliest letter of every position, without repetitions or blanks.
+    """Return each utterance's text: the likeliest letters, without repetitions and blanks.
 
     Args:
         logits: `[batch, positions, letters]`.

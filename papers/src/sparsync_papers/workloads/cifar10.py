@@ -110,7 +110,7 @@ class CifarWorkload(FolderWorkload[Cifar10]):
 @final
 @dataclass(frozen=True)
 class Vgg16Cifar10(CifarWorkload):
-    """Ok-Topk, section 5, with the settings of its published runs (lr 0.1, momentum 0.9)."""
+    """VGG-16 as in Ok-Topk, section 5, with its published settings (lr 0.1, momentum 0.9)."""
 
     width: int = 64
 
@@ -121,7 +121,7 @@ class Vgg16Cifar10(CifarWorkload):
 
 @final
 class Resnet20Cifar10(CifarWorkload):
-    """SparCML, Figure 1, with the settings of He et al. 2016, section 4.2, and ResNet-110's batch."""
+    """SparCML's Figure 1, with the settings of He et al. 2016, section 4.2, and ResNet-110's batch."""
 
     name = "resnet20-cifar10"
     build = staticmethod(resnet20_cifar10)
@@ -159,7 +159,7 @@ def read_binary(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def read_python(path: Path) -> tuple[Tensor, Tensor]:
-    """Read a pickled dictionary with ``data``, `[n, 3072]`, and ``labels``; see the module."""
+    """Read a pickled dictionary with ``data``, `[n, 3072]`, and ``labels``; see the module docstring."""
     try:
         with path.open("rb") as file:
             content = _Unpickler(file, encoding="bytes").load()
@@ -170,7 +170,7 @@ def read_python(path: Path) -> tuple[Tensor, Tensor]:
         why = "data is not an array of unsigned bytes, or labels are not integers"
     except ConfigurationError:
         raise
-    except Exception as error:  # a broken pickle raises nearly anything
+    except Exception as error:  # a broken pickle may raise almost any exception
         why = f"{type(error).__name__}: {error}"
     raise ConfigurationError(f"{path} is not a batch of CIFAR-10 ({why}); {_ADVICE} again")
 
@@ -187,8 +187,8 @@ def _checked(path: Path, pixels: np.ndarray, labels: np.ndarray) -> tuple[Tensor
     return images, torch.from_numpy(labels.astype(np.int64))
 
 
-# An array of bytes needs these names in a pickle, with both names of numpy's module.  For old
-# protocols, Python 3 writes bytes by ``codecs.encode``, always in latin1.
+# A pickled array of bytes uses these names; numpy's module has an old and a new name.  In old
+# protocols, Python 3 writes bytes as a call of ``codecs.encode``, always with latin1.
 _REBUILD = np.empty(0).__reduce__()[0]
 _ALLOWED = MappingProxyType(
     {

@@ -45,7 +45,7 @@ PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MAS
 
 _WORD = re.compile(r"[^\W_]+|[^\w\s]|_")  # letters and digits, or a single punctuation mark
 _ADVICE = "give documents with empty lines between them, a sentence per line, in UTF-8"
-_LONGEST_WORD = 100  # characters; longer ones are unknown (Devlin et al., published code)
+_LONGEST_WORD = 100  # characters; longer words count as unknown (Devlin et al., published code)
 _HEAD_WIDTH = 64  # width of an attention head (Devlin et al.)
 _SHORTEST = 8  # tokens of a sample: three separators, and two passages
 
@@ -53,7 +53,7 @@ _SHORTEST = 8  # tokens of a sample: three separators, and two passages
 def word_pieces(text: str, vocabulary: Vocabulary) -> list[str]:
     """Split a text into the longest pieces of a vocabulary; pieces inside a word begin with ##.
 
-    The text is lower-cased and stripped of accents. A vocabulary of whole words works as well.
+    The text is lower-cased and stripped of accents. A vocabulary of whole words also works.
 
     Example:
         >>> vocabulary = Vocabulary(["[UNK]", "un", "##able", "##a", "!"], unknown="[UNK]")
@@ -86,15 +86,15 @@ def _pieces(word: str, vocabulary: Vocabulary) -> list[str]:
 class MaskedPairs(Samples):
     """Pairs of passages with ``context`` tokens in total; in half of the pairs, one follows the other.
 
-    15 % of a sample's tokens must be predicted: of these, 80 % are masked, 10 % replaced by random ones,
-    and 10 % kept (BERT, section 3.1). Each sample begins in a different document, at a random
-    place.
+    15 % of a sample's tokens must be predicted: of these, 80 % are masked, 10 % replaced by random
+    tokens, and 10 % kept (BERT, section 3.1). Each sample begins in a different document, at a random
+    position.
 
     Args:
-        path: the file of documents, which are read on demand.
+        path: a text file of documents, which are read on demand.
         vocabulary: a vocabulary with ``PAD``, ``CLASS``, ``SEPARATOR`` and ``MASK``.
         context: tokens per sample, at least 8.
-        share: the share of tokens that must be predicted.
+        share: share of the tokens that must be predicted.
 
     Raises:
         ConfigurationError: there are fewer than two documents, or the file cannot be read.
@@ -170,7 +170,10 @@ class MaskedPairs(Samples):
         return masked, segments, words, int(other)
 
     def _numbers(self, lines: Iterator[str], most: int, *, from_end: bool = False) -> list[int]:
-        """Return up to ``most`` tokens of ``lines``, which with ``from_end`` come in reverse order."""
+        """Return the first ``most`` tokens of ``lines``; with ``from_end``, the last ones.
+
+        With ``from_end``, the lines must come in reverse order.
+        """
         found: list[int] = []
         while len(found) < most and (line := next(lines, None)) is not None:
             more = self.vocabulary.numbers(word_pieces(line, self.vocabulary))
@@ -197,7 +200,7 @@ class MaskedPairs(Samples):
 
 
 def _blocks(content: mmap.mmap) -> Iterator[tuple[int, int]]:
-    """Yield the beginning and end of each document, i.e. of a block of lines between empty lines."""
+    """Yield the start and end of each document, i.e. of each block of lines between empty lines."""
     start, size = 0, len(content)
     while start < size:
         found = content.find(b"\n\n", start)
@@ -237,9 +240,9 @@ class MaskedWords(Objective):
 @final
 @dataclass(frozen=True)
 class BertWikipedia(FolderWorkload[MaskedPairs]):
-    """The workload of Ok-Topk, section 5: Adam with decoupled decay 0.01 (``--lr-schedule linear``)."""
+    """BERT as in Ok-Topk, section 5: Adam with decoupled decay 0.01; use ``--lr-schedule linear``."""
 
-    width: int = 768  # numbers per position, a multiple of 64: the width of a head
+    width: int = 768  # numbers per position; a multiple of 64, which is the width of a head
     layers: int = 12  # blocks
     context: int = 128  # tokens per sample
 

@@ -1,4 +1,4 @@
-"""Workloads that find files by name in a folder, and distribute numbered samples over ranks."""
+"""A base class for workloads that read files from a folder and divide the samples among ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Samples(ABC):
         """
 
     def chosen(self, draw: Draw) -> Tensor:
-        """Return the numbers of the samples that a rank uses at a step."""
+        """Return the numbers of the samples that a rank uses in a step."""
         return draw.samples(len(self))
 
 
@@ -44,7 +44,7 @@ S = TypeVar("S", bound=Samples)
 
 
 def seeded(build: Callable[..., nn.Module], seed: int, **options: object) -> nn.Module:
-    """Build a model whose weights depend only on the seed, and restore the global generator."""
+    """Build a model whose weights depend only on the seed; leave the global generator unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build(**options)
@@ -55,7 +55,7 @@ class FolderWorkload(Workload, Generic[S]):
     """A workload that reads files; ranks train and evaluate on disjoint shares."""
 
     reads_folder: ClassVar[bool] = True
-    data: Path  # the folder; ``docs/data.md`` says what is expected there
+    data: Path  # the folder; ``docs/data.md`` describes its content
 
     def __post_init__(self) -> None:
         if not self.data.is_dir():
@@ -63,7 +63,7 @@ class FolderWorkload(Workload, Generic[S]):
                 f"{self.name} looks for its data in {self.data}, which is not a folder; give one with "
                 "--data DIR (docs/data.md says what it must contain)"
             )
-        self.find()  # refuses a folder without the files, before anything starts
+        self.find()  # refuses a folder that lacks files, before anything starts
 
     @abstractmethod
     def find(self) -> object:
@@ -78,7 +78,7 @@ class FolderWorkload(Workload, Generic[S]):
         """Read the training and the held-out samples.
 
         Raises:
-            ConfigurationError: a file is not as expected.
+            ConfigurationError: a file does not have the expected content.
         """
 
     @final
@@ -106,7 +106,7 @@ class FolderWorkload(Workload, Generic[S]):
 
 
 def existing(folder: Path, names: Sequence[str], *, what: str, advice: str) -> Path:
-    """Return the first of some files or folders that exists.
+    """Return the first file or folder of ``names`` that exists.
 
     Raises:
         ConfigurationError: none of them exists; the message names ``what`` and gives the
@@ -145,7 +145,7 @@ def padded(rows: Sequence[Tensor], value: float) -> Tensor:
 def normalised(
     pixels: Tensor, mean: tuple[float, float, float], deviation: tuple[float, float, float]
 ) -> Tensor:
-    """Convert ``uint8`` images `[n, 3, height, width]` to ``float32`` in [0, 1], and whiten them."""
+    """Scale ``uint8`` images `[n, 3, height, width]` to [0, 1], then by mean and deviation."""
     shift, scale = (torch.tensor(values).view(3, 1, 1) for values in (mean, deviation))
     return (pixels.float() / 255 - shift) / scale
 

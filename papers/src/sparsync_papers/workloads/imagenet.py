@@ -1,4 +1,4 @@
-"""ImageNet, or any folders of images with one folder per class, and classifiers."""
+"""Image classifiers on ImageNet, or on any other images that are sorted into one folder per class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
-_BILINEAR = 2  # Pillow's number of that filter
+_BILINEAR = 2  # Pillow's number for this filter
 _MEAN, _DEVIATION = (
     (0.485, 0.456, 0.406),
     (0.229, 0.224, 0.225),
@@ -45,7 +45,7 @@ class ImageFolders(Samples):
     the centre.
 
     Raises:
-        ConfigurationError: a file has an unknown class, or the folder has no image.
+        ConfigurationError: a folder is not among the classes, or there is no image.
     """
 
     def __init__(self, folder: Path, classes: list[str], *, side: int) -> None:
@@ -91,7 +91,7 @@ class ImageFolders(Samples):
         try:
             with Image.open(path) as image:
                 scaled = self._scaled(image.convert("RGB"), generator)
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for broken files
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises these for broken files
             raise ConfigurationError(
                 f"cannot read the image {path} ({error}); replace or remove it"
             ) from error
@@ -110,9 +110,9 @@ def random_box(
     *,
     least: float = 0.08,  # least share of the area (the largest is 1)
     slant: float = 4 / 3,  # largest ratio of the sides, either way
-    attempts: int = 10,  # attempts to find a box that fits; else the whole centre
+    attempts: int = 10,  # attempts to find a box that fits, before the whole centre is taken
 ) -> Box:
-    """Draw a random box in an image: its share of the area, its aspect ratio and its place.
+    """Draw a random box in an image, with random area, aspect ratio and position.
 
     References: Szegedy et al., `Going Deeper with Convolutions <https://arxiv.org/abs/1409.4842>`_,
     2014, section 6.
@@ -129,7 +129,7 @@ def random_box(
 
 
 def centre_box(width: int, height: int, *, share: float = 224 / 256) -> Box:
-    """Return the central square of an image.
+    """Return the central square of an image; ``share`` is its side over the image's shorter side.
 
     Example:
         >>> centre_box(300, 256)
@@ -146,7 +146,7 @@ def _folders(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class ImagenetWorkload(FolderWorkload[ImageFolders]):
-    """A classifier of images in folders, one class per folder; reports top-5 accuracy as well."""
+    """A classifier of images in folders, one class per folder; also reports the top-5 accuracy."""
 
     width: int = 64  # channels of the first stage
     side: int = 224  # pixels of an image, in height and width
@@ -180,7 +180,7 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
         )
 
     def sizes(self) -> dict[str, int]:
-        """Return the builder's arguments."""
+        """Return the arguments of the function that builds the model."""
         return {"width": self.width, "classes": len(self.parts[0].classes)}
 
     @final
@@ -193,7 +193,8 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
 class Resnet50Imagenet(ImagenetWorkload):
     """WAGMA, section 5.2: 64 ranks with 64 images each; the lr of Goyal et al. 2017 for 256 images.
 
-    One class more than there are folders ("background") gives the paper's parameter count.
+    There is one class more ("background") than there are folders, which gives the paper's parameter
+    count.
     """
 
     name = "resnet50-imagenet"
@@ -234,8 +235,8 @@ class Vgg16Imagenet(_WithHiddenLayers):
 class _Wide(ImagenetWorkload):
     """SparCML, section 8.4: 64 ranks with 8 images each.
 
-    The paper's learning rate of 1 is for CNTK, whose momentum averages; with momentum 0.9, it
-    corresponds to 0.1 in torch.
+    The paper's learning rate of 1 is for CNTK, in which momentum is a weighted average of gradients
+    rather than a sum. With momentum 0.9, this rate corresponds to 0.1 in torch.
     """
 
     width: int = 256

@@ -1,4 +1,4 @@
-"""Lines in length buckets, so that the cost of a step differs between ranks and between steps."""
+"""Lines grouped by length, so that the cost of a step differs between ranks and between steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEWLINE = 10
 
 
 def bucket_lengths(lengths: Tensor, width: int) -> Tensor:
-    """Return the longest length of each line's bucket; bucket b begins at length ``b * width + 1``."""
+    """Return, for each line, the longest length in its bucket; bucket b starts at ``b * width + 1``."""
     return (lengths + width - 1) // width * width
 
 
@@ -40,7 +40,7 @@ def draw_from_bucket(
 
 @final
 class LineBuckets:
-    r"""The lines of a text, sorted by length; a bucket holds lines of similar lengths.
+    r"""The lines of a text, sorted by length and divided into buckets of similar lengths.
 
     Every byte of a line is predicted: its tokens begin with the previous newline, and its targets
     end with its own newline.
@@ -54,11 +54,11 @@ class LineBuckets:
     Attributes:
         starts: `[lines]`, the position in the text at which the tokens of each line begin.
         lengths: `[lines]`, ascending: number of tokens, and of targets, of each line.
-        padded_lengths: `[lines]`: the longest length of the line's bucket.
+        padded_lengths: `[lines]`: the longest length in each line's bucket.
         mean_length: mean of ``padded_lengths``.
 
     Raises:
-        ConfigurationError: no line has such a length.
+        ConfigurationError: all lines are empty or too long.
 
     Example:
         >>> text = torch.tensor(list(b"#\nif a:\n  b\n"), dtype=torch.uint8)
@@ -85,7 +85,7 @@ class LineBuckets:
         self.mean_length = self.padded_lengths.double().mean().item()
 
     def draw(self, generator: np.random.Generator, count: int) -> tuple[Tensor, int]:
-        """Draw lines of one bucket: see ``draw_from_bucket``."""
+        """Draw lines from one bucket; see ``draw_from_bucket``."""
         return draw_from_bucket(self.padded_lengths, generator, count)
 
     def padded(self, lines: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -100,16 +100,16 @@ class LineBuckets:
 @final
 @dataclass(frozen=True)
 class LinesWorkload(Workload):
-    """A byte-level transformer on lines of Python's source: WAGMA's section 5.3 in small.
+    """A byte-level transformer on lines of Python's source: a small form of WAGMA's section 5.3.
 
-    For each step, every rank draws a bucket, and its batch holds a fixed number of lines from it,
-    so the time of a step varies with the bucket's length. A batch's loss is the mean over its
-    bytes.
+    For each step, every rank draws a bucket, and fills its batch with a fixed number of lines from
+    it. So the time of a step varies with the lengths in the bucket. A batch's loss is the mean over
+    its bytes.
     """
 
     # bytes of the longest line, including its newline; 1 line in 800 is longer than 96
     context: int = 96
-    width: int = 160  # width of the residual stream, a multiple of the width of a head, 32
+    width: int = 160  # width of the residual stream; a multiple of 32, the width of a head
     layers: int = 4  # blocks
     bucket_width: int = 16  # bytes between the lengths of neighbouring buckets
     # the largest number of tokens in a local batch, including padding (the paper's number); a
@@ -148,12 +148,12 @@ class LinesWorkload(Workload):
         return BytesWorkload(self.context, self.width, self.layers).make_model(seed)
 
     def batch(self, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Return a batch; each rank draws from the whole text, whatever the number of ranks."""
+        """Return a batch; every rank draws from the whole text, however many ranks there are."""
         count = min(draw.batch_size, self.max_tokens // self.context)
         return self.parts[0].padded(*self.parts[0].draw(draw.generator(), count))
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """Return held-out lines of all lengths, with their frequency in the held-out files."""
+        """Return held-out lines of all lengths, each as frequent as in the held-out files."""
         last = len(self.parts[1].lengths) - 1
         chosen = torch.arange(1024) * last // 1023
         return self.parts[1].padded(chosen, self.context)

@@ -45,7 +45,7 @@ SPECIAL = (PAD, UNKNOWN, START, END)  # the first words of every vocabulary: num
 Pair = tuple[Path, Path]  # sources and targets
 Vocabularies = tuple[
     Vocabulary, Vocabulary
-]  # vocabularies of the source and of the target; may be the same
+]  # vocabularies of the source and the target, possibly the same
 _HEAD_WIDTH = 64  # width of an attention head (Vaswani et al. 2017)
 _NEVER = "\0"  # stands for an unknown word in a translation, so that it matches no reference
 
@@ -60,18 +60,18 @@ class SentencePairs(Samples):
 
     def __init__(
         self,
-        files: Pair,  # files of the sources and of the targets; words are split at white space
-        vocabularies: Vocabularies,  # vocabularies of the sources and of the targets
+        files: Pair,  # source file and target file; words are separated by white space
+        vocabularies: Vocabularies,  # source and target vocabulary
         *,
-        # tokens of the longest sentence, including its end; pairs with longer sentences are
-        # dropped; None for any length
+        # largest number of tokens in a sentence, including its end token; pairs with longer sentences
+        # are dropped; None for any length
         longest: int | None,
         bucket_width: int = 8,  # tokens between the lengths of neighbouring buckets
         # the largest number of tokens in a batch, including padding; a larger batch is cut
         max_tokens: int = 8192,
     ) -> None:
         self.longest, self.max_tokens = longest, max_tokens
-        tokens = (array("i"), array("i"))  # 4 bytes each: WMT17 has 300 million
+        tokens = (array("i"), array("i"))  # 4 bytes per token, because WMT17 has 300 million tokens
         ends = (array("q", [0]), array("q", [0]))
         for pair in _aligned(files):
             rows = [v.numbers(s.split()) for v, s in zip(vocabularies, pair, strict=True)]
@@ -96,7 +96,7 @@ class SentencePairs(Samples):
         return len(self._order)
 
     def chosen(self, draw: Draw) -> Tensor:
-        """Draw pairs of one bucket; a rank owns every ``world_size``-th pair (WAGMA, section 5.3)."""
+        """Draw pairs from one bucket; a rank owns every ``world_size``-th pair (WAGMA, section 5.3)."""
         mine = self.padded_lengths[draw.rank :: draw.world_size].contiguous()
         if not len(mine):
             raise ConfigurationError(
@@ -108,12 +108,13 @@ class SentencePairs(Samples):
         return drawn * draw.world_size + draw.rank
 
     def batch(self, chosen: Tensor, generator: np.random.Generator | None) -> Batch:
-        """Return a batch without randomness; see ``Samples``.
+        """Return the chosen pairs as a batch, without randomness; see ``Samples``.
 
         Returns:
-            Sources that end with ``END`` and targets that begin with ``START``, both padded with
-            ``PAD``; and the same targets ending with ``END``, padded with ``PADDING``. Each is
-            `[batch, longest]`.
+            Inputs and targets, each `[batch, longest]`. The inputs are the source sentences, which
+            end with ``END``, and the target sentences, which begin with ``START``; both are padded
+            with ``PAD``. The targets are the target sentences, which end with ``END`` and are padded
+            with ``PADDING``.
         """
         start, end = (torch.tensor([SPECIAL.index(word)]) for word in (START, END))
         pairs = [self._pair(number) for number in chosen.tolist()]
@@ -155,8 +156,8 @@ def ngrams(
     """Compare each translation with a reference; return the sums from which ``bleu`` is computed.
 
     "c" and "r" count the words of the candidates and of the references. "found 2" counts the
-    candidates' bigrams, and "right 2" those that are also in the reference; likewise up to
-    ``longest``.
+    candidates' bigrams, and "right 2" counts the bigrams that are also in the reference; the same
+    holds for all lengths up to ``longest``.
 
     Example:
         >>> seven = "the the the the the the the".split()  # the paper's example 2: 2 of 7
@@ -223,7 +224,7 @@ class Translation(Objective):
         return {"BLEU": bleu(whole.more)}
 
     def _text(self, numbers: Tensor, *, unknown: str) -> list[str]:
-        """Return the words before the end token."""
+        """Return the words of a sentence before its end token."""
         words = [self.words[number] for number in numbers.tolist()]
         words = words[: words.index(END)] if END in words else words
         return joined([unknown if word == UNKNOWN else word for word in words])
@@ -235,7 +236,7 @@ def greedy(model: nn.Module, source: Tensor, *, longest: int) -> Tensor:
     Returns:
         `[batch, tokens]`; tokens after an ``END`` are arbitrary.
 
-    Cost: one run of the model per token, on all previous tokens.
+    Cost: the model runs once per token, on all previous tokens.
     """
     written = torch.full((len(source), 1), SPECIAL.index(START))
     ended = torch.zeros(len(source), dtype=torch.bool)
@@ -267,7 +268,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 
     width: int = 768  # numbers per position, or hidden units
     layers: int = 2  # layers of the encoder, and of the decoder
-    context: int = 128  # tokens of the longest sentence to train on
+    context: int = 128  # largest number of tokens in a sentence to train on
 
     target: ClassVar[str] = "token"
     classifies: ClassVar[bool] = False
@@ -313,7 +314,7 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 
     @final
     def load(self) -> tuple[SentencePairs, SentencePairs]:
-        """Read the pairs; held-out pairs of all lengths are kept."""
+        """Read the pairs; keep held-out pairs of all lengths."""
         training, held_out = self.find()
         return (
             SentencePairs(training, self.vocabularies, longest=self.context),
@@ -382,7 +383,7 @@ class TransformerWmt17(PairsWorkload):
 @final
 @dataclass(frozen=True)
 class Atis(PairsWorkload):
-    """SparCML, Table 3: 560 sentences on 8 ranks, mapping words to slots. The rate is our choice."""
+    """SparCML, Table 3: 560 sentences on 8 ranks, words to slots. The rate is a choice made here."""
 
     context: int = 64
 
@@ -396,7 +397,7 @@ class Atis(PairsWorkload):
 @final
 @dataclass(frozen=True)
 class Hansards(PairsWorkload):
-    """SparCML, Table 3: 256 sentences on 8 ranks, English to French. The rate is our choice."""
+    """SparCML, Table 3: 256 sentences on 8 ranks, English to French. The rate is a choice made here."""
 
     context: int = 64
 

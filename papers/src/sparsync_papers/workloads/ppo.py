@@ -1,4 +1,4 @@
-"""PPO on tasks whose episodes may end early, so ranks collect for unequal times (WAGMA, 5.4).
+"""PPO on tasks with episodes of unequal length, so that ranks collect for unequal times (WAGMA, 5.4).
 
 The paper's task, navigation in Habitat, is not available here: it needs its own simulator and licensed
 scenes. Gymnasium's classic-control tasks share the property that matters for averaging: an episode
@@ -20,7 +20,7 @@ from sparsync_papers.workloads.folders import seeded
 
 
 class ActorCritic(nn.Module):
-    """Two perceptrons with two hidden layers, for action logits and value (Schulman et al. 2017, 6.1)."""
+    """Two perceptrons with two hidden layers: action logits and values (Schulman et al. 2017, 6.1)."""
 
     def __init__(self, observations: int, actions: int, *, width: int = 64) -> None:
         super().__init__()
@@ -39,18 +39,18 @@ def _perceptron(inputs: int, width: int, outputs: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Experience:
-    """Complete episodes, concatenated."""
+    """The steps of complete episodes, one episode after the other."""
 
-    returns: tuple[float, ...]  # undiscounted sum of the rewards, of every episode
+    returns: tuple[float, ...]  # undiscounted sum of the rewards of each episode
     observations: Tensor  # `[steps, numbers]`
     actions: Tensor  # `[steps]`
     log_probabilities: Tensor  # `[steps]`, log-probabilities of the actions when they were taken
     advantages: Tensor  # `[steps]`
-    targets: Tensor  # `[steps]`, targets of the value: advantage plus value at that step
+    targets: Tensor  # `[steps]`, targets for the values: advantage plus value at each step
 
     @property
     def steps(self) -> int:
-        """The number of environment steps, i.e. the cost of collecting."""
+        """The number of environment steps, to which the time of collecting is proportional."""
         return len(self.actions)
 
 
@@ -87,7 +87,7 @@ def clipped_loss(new: Tensor, old: Tensor, advantages: Tensor, *, clip: float) -
 @final
 @dataclass(frozen=True)
 class Ppo:
-    """A task and the settings of PPO; random draws depend only on (seed, iteration, rank)."""
+    """A task and PPO's settings for it; random draws depend only on (seed, iteration, rank)."""
 
     # a Gymnasium task with discrete actions and vector observations
     environment: str = "CartPole-v1"
@@ -95,11 +95,11 @@ class Ppo:
     discount: float = 0.99  # gamma (the paper's)
     trace: float = 0.95  # lambda of the advantages (the paper's)
     clip: float = 0.2  # epsilon (the paper's)
-    # passes over the collected experience per iteration (the PPO paper: 10 for tasks like these)
+    # passes over the collected experience per iteration (the paper's number for tasks like these)
     epochs: int = 10
-    minibatch: int = 64  # steps per update (the paper's)
+    minibatch: int = 64  # environment steps per update (the paper's)
     lr: float = 1e-3  # learning rate of Adam (three times the paper's)
-    value_weight: float = 0.5  # weight of the value's squared error (the paper gives none)
+    value_weight: float = 0.5  # weight of the values' squared error (the paper states none)
 
     def __post_init__(self) -> None:
         for name in ("episodes", "epochs", "minibatch"):
@@ -110,7 +110,8 @@ class Ppo:
         """Make the Gymnasium environment.
 
         Raises:
-            ConfigurationError: Gymnasium is missing, or the task is unknown or has other actions.
+            ConfigurationError: Gymnasium is not installed, the task is unknown, its actions are not
+                discrete, or its observations are not vectors.
         """
         try:
             import gymnasium
@@ -142,7 +143,7 @@ class Ppo:
 
     @torch.no_grad()
     def collect(self, model: nn.Module, *, seed: int, iteration: int, rank: int) -> Experience:
-        """Play complete episodes, which takes time in proportion to their lengths."""
+        """Play complete episodes; the time is proportional to their lengths."""
         environment, generator = self.make_environment(), _generator(seed, iteration, rank, 0)
         played = [self._play(model, environment, generator) for _ in range(self.episodes)]
         parts = zip(*(tensors for _, tensors in played), strict=True)
@@ -182,8 +183,8 @@ class Ppo:
             rewards.append(float(reward))
         observations, actions = torch.stack(states), torch.tensor(taken)
         logits, values = model(observations)
-        # The value after a failure is 0; an episode that is cut off at the limit would have
-        # continued.
+        # After a failure, the last value is 0.  An episode that was cut off at the time limit keeps it,
+        # because it would have continued.
         values[-1] *= not ended
         advantages = advantages_of(
             torch.tensor(rewards), values, discount=self.discount, trace=self.trace
@@ -199,7 +200,7 @@ class Ppo:
         every, eps = (
             experience.advantages,
             torch.finfo(values.dtype).eps,
-        )  # all advantages may be equal
+        )  # avoids a division by 0 if all advantages are equal
         advantages = (every[chosen] - every.mean()) / (every.std(correction=0) + eps)
         loss = clipped_loss(new, experience.log_probabilities[chosen], advantages, clip=self.clip)
         return loss + self.value_weight * F.mse_loss(values, experience.targets[chosen])

@@ -19,7 +19,7 @@ from sparsync_papers.workloads.folders import FolderWorkload, Samples, existing,
 
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
 
-_FILES = {  # files of training, and of validation
+_FILES = {  # training file -> validation file
     "ptb.train.txt": "ptb.valid.txt",
     "wiki.train.tokens": "wiki.valid.tokens",
     "train.txt": "valid.txt",
@@ -32,7 +32,7 @@ class Vocabulary:
 
     Args:
         words: distinct words; a word's position is its number.
-        unknown: the word that stands for all others.
+        unknown: the word that replaces all words that are not in ``words``.
 
     Raises:
         ConfigurationError: a word occurs twice, or ``unknown`` is missing.
@@ -60,7 +60,7 @@ class Vocabulary:
         return len(self.words)
 
     def __contains__(self, word: str) -> bool:
-        """Return whether the vocabulary has a word."""
+        """Return whether the vocabulary contains a word."""
         return word in self._number
 
     def numbers(self, words: Iterable[str]) -> list[int]:
@@ -71,7 +71,10 @@ class Vocabulary:
     def of_words(
         cls, words: Iterable[str], *, special: Sequence[str] = (UNKNOWN,), most: int | None = None
     ) -> Vocabulary:
-        """Build a vocabulary of up to ``most`` words: special ones, then by frequency and alphabet."""
+        """Build a vocabulary of up to ``most`` words: ``special``, then the most frequent ones.
+
+        Equally frequent words are in alphabetical order.
+        """
         counts = Counter(words)
         for word in special:
             counts.pop(word, None)
@@ -81,12 +84,12 @@ class Vocabulary:
 
 @final
 class Windows(Samples):
-    """A long sequence of words, cut into windows; each word is predicted from those before it.
+    """A long sequence of words, cut into windows; each word is predicted from the words before it.
 
     Words that do not fill the last window are dropped.
 
     Raises:
-        ConfigurationError: the words do not fill a window.
+        ConfigurationError: there are too few words to fill a window.
     """
 
     def __init__(self, words: Sequence[str], vocabulary: Vocabulary, *, context: int) -> None:
@@ -113,11 +116,11 @@ class WordsWorkload(FolderWorkload[Windows]):
     """RedSync, section 6.2: 4 ranks with 5 windows each, clipped gradients; perplexity is reported.
 
     Every window starts from a zero state, in training and in evaluation. With momentum 0.9, the
-    learning rate corresponds to plain SGD at 20, which is usual for this model (RedSync states
-    none); ``--momentum 0 --lr 20`` is the paper's plain SGD.
+    learning rate corresponds to plain SGD with rate 20, which is usual for this model (RedSync
+    states no rate). ``--momentum 0 --lr 20`` gives the paper's plain SGD.
     """
 
-    width: int = 1500  # of the embedding, and hidden units per layer
+    width: int = 1500  # width of the embedding, and hidden units per layer
     layers: int = 2  # stacked LSTM layers
     context: int = 35  # words per window (Zaremba et al. 2014: 35)
 

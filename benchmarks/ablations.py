@@ -2,9 +2,9 @@
 
     python benchmarks/ablations.py [--lab 1gbit]     (writes benchmarks/ablations.md; about 5 minutes)
 
-All optimisations are measured on virtual ranks; rotation and bucketing (section 3.1.1, Figure 2)
+All optimisations are measured on virtual ranks. Rotation and bucketing (section 3.1.1, Figure 2)
 are measured separately and together. Bucketing is also measured on eight processes, over loopback
-and, with --lab, on shaped links (Linux, root).
+and, with --lab, over shaped links (Linux, root).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def spread(rank: int, world_size: int) -> torch.Tensor:
 
 
 def clustered(rank: int, world_size: int) -> torch.Tensor:
-    """Return normal values in the first n / P elements and zeros elsewhere: all in one region."""
+    """Return normal values in the first n / P elements, i.e. in a single region, and zeros elsewhere."""
     values = torch.zeros(SIZE)
     width = max(SIZE // world_size, K)
     values[:width] = spread(rank, world_size)[:width]
@@ -53,7 +53,7 @@ def clustered(rank: int, world_size: int) -> torch.Tensor:
 
 
 def one_holds_all(rank: int, world_size: int) -> torch.Tensor:
-    """Return disjoint supports in matching regions, with the largest values on rank 0."""
+    """Return normal values in the rank's own region and zeros elsewhere; rank 0 has the largest."""
     values = torch.zeros(SIZE)
     start, stop = (SIZE * r // world_size for r in (rank, rank + 1))
     values[start:stop] = spread(rank, world_size)[start:stop] * (100 if rank == 0 else 1)
@@ -68,7 +68,7 @@ ROWS = {
 
 
 def seconds(make, world_size: int, *, gamma: float = 0.0, **options) -> float:
-    """Return the virtual seconds of an exchange after the first one, which agrees on the regions."""
+    """Return the virtual seconds of the second exchange; the first one also agrees on the regions."""
     collectives = [OkTopk(**options) for _ in range(world_size)]
     vectors = [Exact().select(make(rank, world_size), K, 0) for rank in range(world_size)]
     links = Links(LINKS.alpha, LINKS.beta, gamma)
@@ -107,7 +107,7 @@ SCHEDULES = {
     "both": {"rotate": True, "buckets": 2},
 }
 FIGURE_2_RANKS = (16, 64)
-GAMMAS = (0.0, 0.3e-9, 2e-9)  # seconds per reduced byte: none; as in C++; about six times as much
+GAMMAS = (0.0, 0.3e-9, 2e-9)  # seconds per reduced byte: 0; as in C++; about six times as much
 KINDS = ("uniform", "overlapping")
 
 
@@ -150,14 +150,14 @@ def simulated_schedules() -> list[str]:
 # ---- bucketing on real ranks ------------------------------------------------------------------------
 
 REAL_RANKS = 8
-REAL_SIZES = (1_000_000, 14_728_266)  # the latter: VGG-16 on CIFAR-10
+REAL_SIZES = (1_000_000, 14_728_266)  # the second is VGG-16 on CIFAR-10
 DENSITY = 0.01
 ROUNDS, WARM_UP = 60, 3
 BUCKETS = {"without": 1, "with": 2}
 
 
 def exchange_times(connection: Connection, size: int) -> dict[str, list[float]]:
-    """Return the milliseconds of exchanges with and without bucketing, in alternation."""
+    """Return the milliseconds of exchanges with and without bucketing, which alternate."""
     rank, k, line = dist.get_rank(), round(DENSITY * size), StartLine(dist.new_group())
     mine = Exact().select(gradient("uniform", Draw(size, REAL_RANKS, rank, 0, 0)), k, 0)
     collectives = {name: OkTopk(buckets=buckets) for name, buckets in BUCKETS.items()}

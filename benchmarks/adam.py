@@ -47,12 +47,12 @@ def spec(steps: int, seed: int, lr: float, density: float = 1.0, **options) -> d
 
 
 def dense(steps: int, seed: int, lr: float) -> dict:
-    """Return dense AdamW."""
+    """Return the settings of a run with dense AdamW."""
     return spec(steps, seed, lr, algorithm="dense")
 
 
 def best_lr(runs: Runs, steps: int) -> float:
-    """Return the best learning rate of dense among finished runs, or the middle one if there are none."""
+    """Return dense's best learning rate among finished runs, or the middle one if there are no runs."""
     tried = {lr: runs.find(dense(steps, 0, lr)) for lr in LRS}
     known = {lr: run["eval_loss"] for lr, run in tried.items() if run and run["eval_loss"]}
     return min(known, key=known.__getitem__) if known else LRS[1]

@@ -33,7 +33,7 @@ ROWS = {
 
 
 def prepare(steps: int) -> None:
-    """Set this benchmark's ranks and rows in ``averaging_convergence``."""
+    """Make ``averaging_convergence`` use this benchmark's ranks and rows."""
     convergence.RANKS, convergence.STEPS, convergence.LOOKS = RANKS, steps, ()
     convergence.BETWEEN = steps - 5
     convergence.DELAYS = {DELAY: ("random:2:0.32", 1)}

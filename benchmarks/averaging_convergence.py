@@ -1,4 +1,4 @@
-"""Compare averaging schemes after equal steps of 8 ranks in virtual time (WAGMA, section 5.2).
+"""Compare averaging schemes on 8 ranks after equally many steps, in virtual time (WAGMA, section 5.2).
 
     python benchmarks/averaging_convergence.py          (two hours of a core; .md, .json, .png)
     python benchmarks/averaging_convergence.py --only digits --seeds 1
@@ -36,8 +36,8 @@ from sparsync.transports.sim import Links, SimCommunicator, simulate
 
 RANKS, STEPS = 8, 300
 LOOKS = (50, 100, 150, 200, 250)  # steps after which the mean of all models is evaluated
-BETWEEN = 295  # steps: five after a global average, five before the next
-# name -> ranks that are late by 320 ms (section 5.2), and the interval between such steps
+BETWEEN = 295  # a step in the middle between two global averages, five steps from each
+# name -> ranks that are late by 320 ms (section 5.2), and number of steps after which this repeats
 DELAYS = {
     "two of eight late on every step": ("random:2:0.32", 1),  # as many as among 64 ranks in 5.2
     "one of eight late on every fourth": ("random:1:0.32", 4),  # 1/32 per rank and step, as in 5.2
@@ -46,15 +46,15 @@ DELAYS = {
     "nobody late": ("none", 1),
 }
 TRAINED = tuple(DELAYS)[:2]  # the others are simulated without a model
-SMALL = 8192  # parameters of the untrained model: large enough to be summed like a real one
-COMPUTATION = 0.621  # seconds of a step (our value; section 5.2 states only the delay)
-ALPHA = 2e-6  # seconds per message (ours: MPI on Aries)
-BETA, PARAMETERS = 0.184e-9, 25_559_081  # 5.4 GB/s (ours); ResNet-50 (5.2)
+SMALL = 8192  # elements in runs without a model; enough to be summed like a real one
+COMPUTATION = 0.621  # seconds of a step (assumed; section 5.2 states only the delay)
+ALPHA = 2e-6  # seconds per message (assumed: MPI on Aries)
+BETA, PARAMETERS = 0.184e-9, 25_559_081  # 5.4 GB/s (assumed); ResNet-50 (section 5.2)
 LIMIT = 0.01
 # all schemes use Allreduce-SGD's best rate
 LRS = {"digits": (0.025, 0.05, 0.1, 0.2), "bytes": (0.1, 0.2, 0.4, 0.8)}
-# 16 images per rank are 128 in total, the default for 4 ranks; this transformer takes an hour
-# instead of a day
+# 16 images per rank are 128 in total, as with the default for 4 ranks; the transformer is small, so that
+# it takes an hour instead of a day
 WORKLOAD_OPTIONS = {"digits": {"batch_size": 16}, "bytes": {"layers": 2, "width": 96}}
 # row -> scheme and its options, in the order of the runs
 ROWS = {
@@ -75,8 +75,8 @@ ROWS = {
     "Qsparse-local-SGD, H = 8": ("qsparse-local", {}),
 }
 BASE, ESSENTIAL = next(iter(ROWS)), tuple(ROWS)[:8]
-LR_SCALE = {"Allreduce-SGD, lr x 0.7": 0.7}  # the share of updates that WAGMA keeps
-ABLATED = "WAGMA, S = 4"  # with the smaller S = 2 as one of its four ablations
+LR_SCALE = {"Allreduce-SGD, lr x 0.7": 0.7}  # WAGMA keeps this share of the updates
+ABLATED = "WAGMA, S = 4"  # the row that the four ablations are compared with
 ABLATIONS = ("no group collectives", "fixed groups, S = 4", "WAGMA, S = 2 (default)", "S = P = 8")
 AVOIDING = set(ROWS) - {
     BASE, *LR_SCALE, "no group collectives", "local SGD, H = 1", "D-PSGD", "SGP, 2 neighbours",
@@ -172,7 +172,7 @@ def train(spec: dict, bar: Bar) -> dict:
 
 
 def play(spec: dict, bar: Bar) -> dict:
-    """Run a scheme without a model; return its cost, and how many of the ranks' updates it keeps."""
+    """Run a scheme without a model; return its cost, and the share of the updates that it keeps."""
     late = lateness(spec["delay"], spec["seed"])
 
     async def program(comm: SimCommunicator) -> tuple[Tensor, int]:
@@ -195,7 +195,7 @@ def play(spec: dict, bar: Bar) -> dict:
 
 
 def make(spec: dict, model: torch.nn.Module | None, comm: SimCommunicator) -> Averager:
-    """Make a row's scheme."""
+    """Make the averager of a row's scheme."""
     scheme, options = ROWS[spec["row"]]
     seed = {"seed": spec["seed"]} if "seed" in options_of(scheme) else {}
     return SCHEMES[scheme](model, comm=comm, **seed, **options)
@@ -217,7 +217,7 @@ def lateness(name: str, seed: int) -> Callable[[int, int], float]:
 
 
 def bind(model: torch.nn.Module, comm: SimCommunicator | None) -> Binding:
-    """Bind a model as a vector, which may diverge."""
+    """Bind a model to the vector that is averaged; the vector may contain NaN if training diverges."""
     return Binding(
         model, comm, buffers="average", optimizer=None, moments="local", nonfinite="spread"
     )
@@ -273,7 +273,7 @@ class Cache:
 
 
 def specify(workload: str, row: str, seed: int, lr: float, delay: str = TRAINED[0]) -> dict:
-    """Return a run's identifying settings; schemes that wait for all ranks ignore which are late."""
+    """Return the settings that identify a run; without the delay if the scheme waits for all ranks."""
     if row not in AVOIDING:
         delay = TRAINED[0]
     lr = round(lr * LR_SCALE.get(row, 1), 6)

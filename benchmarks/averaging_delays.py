@@ -3,11 +3,11 @@
     python benchmarks/averaging_delays.py             (writes benchmarks/averaging-delays.md, .json)
     python benchmarks/averaging_delays.py --only stall
 
-Part "added" measures the time that the delays of WAGMA's section 5.2 (two random ranks wait 320 ms
-before each step) add to the seconds per step of the slowest rank, including ``finish()``.  Every
-scheme runs with and without delays, one after the other, ``--repeats`` times.  Part "stall"
-measures how long an average takes if the other rank is busy, so that its agent shares an
-interpreter with a computation.
+Part "added" measures how much time the delays of WAGMA's section 5.2 add, in which two random ranks
+wait 320 ms before each step.  The figures are seconds per step of the slowest rank, including
+``finish()``.  Every scheme runs with and without delays, one after the other, ``--repeats`` times.
+Part "stall" measures how long an average takes if the other rank is busy, so that its agent shares
+an interpreter with a computation.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from sparsync.transports.process_group import connect_group
 RANKS = 8
 SCHEMES = ("allreduce", "wagma", "local", "dpsgd", "sgp", "eager-solo", "eager-majority", "adpsgd")
 DELAY = "random:2:0.32"
-TARGET = 0.6  # of the time that allreduce adds
+TARGET = 0.6  # largest acceptable share of the time that delays add to allreduce
 MODEL = {
     "workload": "bytes",
     "layers": 1,
     "width": 64,
     "batch_size": 4,
     "context": 32,
-}  # mostly waits
+}  # small, so that steps consist mostly of waiting
 PERIODS = {"local": {"period": 1}}
 STALL_SIZE = 10_000  # elements
 
@@ -72,7 +72,7 @@ def sleeping(until: float) -> None:
 
 
 def python(until: float) -> None:
-    """Hold the interpreter's lock, except at the interpreter's switch interval (5 ms)."""
+    """Hold the interpreter's lock, and offer it to other threads only every 5 ms."""
     count = 0
     while time.monotonic() < until:
         count += sum(range(100))

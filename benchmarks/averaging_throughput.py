@@ -102,14 +102,14 @@ RATIOS = {(t.figure, t.ranks, row): t.ratio for t in TARGETS for row in t.rows}
 
 
 def steps_of(scheme: str, world_size: int) -> int:
-    """Return a run's steps, a multiple of every tau; gossip needs longer runs to spread delays."""
+    """Return a run's number of steps, a multiple of every tau; gossip needs more to spread delays."""
     if scheme in ("dpsgd", "sgp", "adpsgd"):
         return 120
     return 80 if world_size <= 64 else 40 if world_size < 1024 else 24
 
 
 def cases() -> Iterator[tuple[str, int, str]]:
-    """Yield figure, ranks and row of all runs, short runs first."""
+    """Yield the figure, ranks and row of all runs, short runs first."""
     points = [(ranks, name) for name, setting in SETTINGS.items() for ranks in setting.ranks]
     for ranks, figure in sorted(points, key=lambda point: point[0]):
         yield figure, ranks, "ideal"
@@ -132,7 +132,7 @@ def make(figure: str, ranks: int, row: str) -> float:
 
 
 def keep(path: Path, name: str, seconds: float) -> None:
-    """Add a run to the file, to which other processes may also write."""
+    """Add a run to the file, to which other processes may write at the same time."""
     done = load(path) | {name: seconds}
     partial_file = path.with_suffix(f".{os.getpid()}")
     partial_file.write_text(json.dumps(dict(sorted(done.items())), indent=1) + "\n")

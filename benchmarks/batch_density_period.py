@@ -29,7 +29,7 @@ LR = 0.05
 
 
 class Perceptron:
-    """The digits, with a perceptron of two hidden layers that learns them in seconds."""
+    """A perceptron with two hidden layers, which learns the digits in seconds."""
 
     def __init__(self) -> None:
         self.digits = workload_of("digits")
@@ -78,7 +78,7 @@ def over_dense(cache: Cache, batch: int, density: float, period, seeds: int) -> 
 
 
 def effect(cache: Cache, axis: int, seeds: int) -> str:
-    """Return the mean of log(loss / dense) at every value of one axis, averaged over the others."""
+    """Return the mean of log(loss / dense's loss) at each value of one axis, over all other axes."""
     levels = (BATCHES, DENSITIES, PERIODS)[axis]
     cells = []
     for level in levels:

@@ -121,7 +121,7 @@ def main() -> None:
         run("dense", lr)
     best = best_dense(rows)["lr"]
     run("oktopk", best)
-    if args.optimizer == "adam":  # Adam loses more, so also measure remedies
+    if args.optimizer == "adam":  # Adam's loss suffers more, so also measure remedies
         run("oktopk", best, warmup_steps=args.steps // 10)
         run("oktopk", best, density=0.05)
 

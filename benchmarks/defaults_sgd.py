@@ -44,7 +44,7 @@ from sparsync_papers.models.text import LstmLanguageModel
 
 OUT = Path(__file__).with_suffix(".md")
 RANKS = 4
-LAST = 5  # a run's loss is the mean of these evaluations, five steps apart; a single one is mostly chance
+LAST = 5  # a run's loss is the mean of this many evaluations, five steps apart; one is too noisy
 
 
 # ---- networks -------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Digits:
         return F.cross_entropy(model(images), digits)
 
     def held_out_loss(self, model: nn.Module) -> float:
-        """Return the loss on the held-out images, or every n-th of them, with all shifts."""
+        """Return the loss on all held-out images or on every n-th one, with all shifts."""
         images, digits = held_out_digits()
         return F.cross_entropy(model(images[:: self.every]), digits[:: self.every]).item()
 
@@ -317,7 +317,7 @@ class Runs:
         losses: dict[float, list[float]] = {lr: [] for lr in rates[momentum]}
         for seed in seeds:
             found = [self.get({**base, "lr": lr, "seed": seed}, makes=makes) for lr in losses]
-            if all(found):  # the report may be made before the last seeds
+            if all(found):  # the report may be written before all seeds are done
                 for row in found:
                     losses[row["lr"]].append(row["loss"])
         means = {lr: fmean(its) for lr, its in losses.items() if its and math.isfinite(sum(its))}

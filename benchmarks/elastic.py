@@ -1,7 +1,7 @@
 """Kill and restart ranks at random; measure the loss, and how soon killed ranks return.
 
-Every row is a run of ``sparsync train --elastic``, which trains twice, first without faults. The
-script writes ``benchmarks/elastic.md`` and a plot.
+Every row is a run of ``sparsync train --elastic``, which trains once without faults and once with
+them. The script writes ``benchmarks/elastic.md`` and a plot.
 
     python benchmarks/elastic.py                 # about 3 hours; with --quick 5 minutes
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SMALL = "--workload bytes --width 64 --batch-size 4 --optimizer sgd"
-PACED = "--delay random:8:0.3"  # all 8 wait; otherwise, fewer ranks would be faster on 2 cores
+PACED = "--delay random:8:0.3"  # all 8 mostly wait; otherwise, fewer would be faster on 2 cores
 LARGE = "--workload bytes --width 416 --optimizer sgd --ranks 4"
 ROWS = {
     "4 ranks, no slow link, a kill every 10 s": f"{SMALL} --ranks 4 --steps 1500 --kill random:10",

@@ -1,4 +1,4 @@
-"""Find why ``attach`` with AdamW lags behind dense, by exact exchanges and known gradient noise.
+"""Find out why ``attach`` with AdamW lags behind dense, with exact exchanges and exact noise levels.
 
     python benchmarks/exact_shares.py --seeds 1,2,3 --steps 1000
 
@@ -39,8 +39,8 @@ class Method(NamedTuple):
 
     Attributes:
         dense: average gradients before the optimizer, as DDP does.
-        groups: number of shares per matrix, each for equally many contiguous rows; 0: one share per
-        row.
+        groups: number of shares per matrix, each for equally many contiguous rows; 0 means one share
+            per row.
         common_clip: clip by the norm of the average, as DDP does, instead of by each rank's own norm.
         second: the second moments by which steps are divided: the rank's "own", their "mean" over
             ranks, or, as in DDP, "dense" ones from averaged gradients.
@@ -77,11 +77,11 @@ class State:
         self.first = torch.zeros(RANKS, *parameter.shape)
         self.second = torch.zeros(RANKS, *parameter.shape)
         self.of_dense = torch.zeros_like(parameter)
-        self.squares = torch.zeros(2, -(-rows // size))  # for the average and for single ranks
+        self.squares = torch.zeros(2, -(-rows // size))  # of the average, and of single ranks
         self.group, self.method = group, method
 
     def direction(self, gradients: Tensor, step: int) -> Tensor:
-        """Return the average of all ranks' steps, without the rate; ``gradients`` are `[ranks, ...]`."""
+        """Return the average of all ranks' steps at a rate of 1; ``gradients`` are `[ranks, ...]`."""
         method, (beta1, beta2) = self.method, self.group["betas"]
         self.first.lerp_(gradients, 1 - beta1)
         self.second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
@@ -113,10 +113,11 @@ def factor(gradients: list[Tensor], clip: float) -> float:
 
 
 def train(run: Mapping[str, Any]) -> float:
-    """Return the held-out loss."""
+    """Train; return the held-out loss."""
     task, method, seed = TASKS[run["task"]][0](), METHODS[run["method"]], run["seed"]
     model = task.make_model(seed)
-    if run["moved"]:  # only rounding differs, which shows the resolution of a single run
+    # perturb the weights by rounding errors alone: the effect shows how exact a single run's loss is
+    if run["moved"]:
         draw = torch.Generator().manual_seed(run["moved"])
         for parameter in model.parameters():
             parameter.data.add_(torch.randn(parameter.shape, generator=draw), alpha=1e-6)

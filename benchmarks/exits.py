@@ -42,8 +42,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "exits.json"
 RANKS = 2
 ALLOWED = 5.0  # seconds from the last statement to the end of the process
-HANGS = 40.0  # seconds after which a rank is killed
-SAID = "sparsync: exchanges updates"  # printed by attach
+HANGS = 40.0  # seconds after which a rank counts as hanging, and is killed
+SAID = "sparsync: exchanges updates"  # a line that attach prints
 CODES = {"end": 0, "exit": 3, "raise": 1}
 KINDS = list(itertools.product(("zmq", "torch"), (0, 1), (False, True), CODES))
 
@@ -130,17 +130,17 @@ def table(done: dict[str, list[Any]]) -> str:
 
 
 def serve() -> tuple[int, list[Any], str] | None:
-    """Fork two ranks for each input line; in a rank, return its number, the kind of exit and a file."""
+    """Fork two ranks for each input line; return only in a rank: its number, kind of exit and file."""
     warm = torch.nn.Linear(1, 1)
     warm.weight.grad = torch.ones(1, 1)
-    torch.optim.AdamW(warm.parameters()).step()  # imports the compiler
+    torch.optim.AdamW(warm.parameters()).step()  # imports torch's compiler before any fork
     for line in sys.stdin:
         job, folder = json.loads(line), Path(tempfile.mkdtemp())
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(free.getsockname()[1])
         pids, ended = dict[int, int](), dict[int, tuple[int, float]]()
-        at = [folder / f"{rank}.at" for rank in range(RANKS)]  # when its last statement ran
+        at = [folder / f"{rank}.at" for rank in range(RANKS)]  # for the time of the last statement
         for rank in range(RANKS):
             if (pid := os.fork()) == 0:
                 words = os.open(folder / f"{rank}.err", os.O_CREAT | os.O_WRONLY)
@@ -174,7 +174,7 @@ def serve() -> tuple[int, list[Any], str] | None:
 
 
 def ran_until(pid: int | str) -> float:
-    """Return the time in seconds, minus the time for which a process has waited for a processor."""
+    """Return the clock's time minus the time that a process has waited for a processor, in seconds."""
     waited = Path(f"/proc/{pid}/schedstat").read_text().split()[1]
     return time.monotonic() - int(waited) / 1e9
 
@@ -196,7 +196,7 @@ def train(rank: int, number: int, transport: str, delay: int) -> Any:
         optimizer.zero_grad()
         model(torch.randn(8, 256)).pow(2).mean().backward()
         optimizer.step()
-    # between no pause and about the duration of an exchange
+    # from no pause to about the duration of an exchange, so that exits meet all of its stages
     time.sleep(random.Random(number * RANKS + rank).choice((0.0, 0.0, 0.001, 0.004, 0.016)))
     return sync
 

@@ -36,8 +36,8 @@ from sparsync.units import plan_units
 
 HERE = Path(__file__).parent
 DENSITY, RANKS = 0.01, 4
-SIZE, UPDATES = 14_728_266, 8_443_552  # elements: of gradients, and of updates
-FAST, SLOW = (100, (0, 20, 80)), (10, (20, 80))  # Mbit/s, and milliseconds of round trips
+SIZE, UPDATES = 14_728_266, 8_443_552  # number of gradient elements, and of update elements
+FAST, SLOW = (100, (0, 20, 80)), (10, (20, 80))  # (Mbit/s, round-trip times in milliseconds)
 ROWS = (
     ("budgeted", "zmq", *FAST),
     ("budgeted", "torch", *FAST),
@@ -48,12 +48,12 @@ ROWS = (
     ("updates", "zmq", *SLOW),
 )
 PAUSE = 1.5  # seconds of computation: longer than a retransmission timeout
-STEPS = 7  # measured, after two that open the windows
+STEPS = 7  # measured steps, after two that open TCP's windows
 KEPT, BBR = {"tcp_slow_start_after_idle": "0"}, {"tcp_congestion_control": "bbr"}
 
 
 def gradients(preset: str, comm: Communicator) -> Iterator[None]:
-    """Exchange gradients repeatedly; yield before and after each exchange, and at the end of its step."""
+    """Exchange gradients repeatedly; yield before and after each exchange, and at the end of a step."""
     reducer = Reducer(
         comm, plan_units([("w", torch.empty(SIZE))]), run(resolve(preset).on(comm)), DENSITY
     )
@@ -80,7 +80,7 @@ def updates(_: str, comm: Communicator) -> Iterator[None]:
 
 
 def measure(preset: str, transport: str, pause: float, tcp: dict[str, str]) -> tuple[float, float]:
-    """Return an exchange's median seconds, and its bytes on the busiest link, in and out."""
+    """Return an exchange's median seconds, and its bytes on the busiest link in both directions."""
     torch.set_num_threads(1)
     for name, value in tcp.items():  # set only in this rank's namespace
         (Path("/proc/sys/net/ipv4") / name).write_text(value)

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 RATES, RANKS, SIZES = ("1gbit", "200mbit", "100mbit"), (4, 8), (1_000_000, 14_728_266)
 COLLECTIVES = ("dense", "allgather", "oktopk", "budgeted", "halving")
 DENSITY = 0.01
-LONG = 0.010  # seconds of wire time above which the relative error counts
+LONG = 0.010  # seconds of wire time above which the relative error counts, not the absolute one
 RELATIVE, ABSOLUTE, SHARE, NEARLY_BEST = 0.2, 0.005, 0.9, 0.1
 
 
@@ -58,9 +58,9 @@ def measure(rate: str, ranks: int, size: int) -> dict:
 
 
 def cells_of(run: dict) -> list[dict]:
-    """Predict every collective of a run, next to its measurement.
+    """Return a prediction for every collective of a run, next to its measurement.
 
-    The bucket of ``tbf`` lets a burst pass at once, so its bytes take no wire time.
+    The ``tbf`` bucket lets a burst of bytes pass at once, so these bytes take no wire time.
     """
     machine, cells = Machine.from_dict(run["machine"]), []
     burst = default_burst(parse_rate(run["rate"]))
@@ -90,7 +90,7 @@ def cells_of(run: dict) -> list[dict]:
 
 
 def counts_of(runs: list[dict]) -> str:
-    """Return the number of cells within the limits, and the quality of the picks."""
+    """Return a summary: how many cells are within the limits, and how good the planner's picks are."""
     every = [cell for run in runs for cell in cells_of(run)]
     long = [cell["within"] for cell in every if cell["long"]]
     short = [cell["within"] for cell in every if not cell["long"]]
@@ -105,7 +105,7 @@ def counts_of(runs: list[dict]) -> str:
 
 
 def pick_of(cells: list[dict]) -> tuple[str, str, float]:
-    """Return the planner's pick, the measured best, and how much longer the pick takes."""
+    """Return the planner's pick, the fastest measured, and by how much the pick is slower."""
     pick = min(cells, key=lambda cell: cell["predicted_whole"])
     best = min(cells, key=lambda cell: cell["whole"])
     return pick["collective"], best["collective"], pick["whole"] / best["whole"] - 1

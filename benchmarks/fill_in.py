@@ -2,8 +2,9 @@
 
     python benchmarks/fill_in.py        (half a minute; writes benchmarks/fill_in.md and fill_in.png)
 
-The script compares real gradients of the demo's byte-level transformer (one batch per virtual rank,
-each rank's k largest entries) with uniformly random supports (appendix B), which fill in more.
+The script sums the k largest entries of real gradients of the demo's byte-level transformer, with
+one batch per virtual rank. It compares them with uniformly random positions (appendix B), whose sums
+are denser.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ WIDTH_INCHES, HEIGHT_INCHES = 9.0, 3.9
 
 
 def table(measured: dict[float, dict[int, float]], size: int) -> str:
-    """Return the densities of the sums in percent, with those of uniform supports in brackets."""
+    """Return the densities of the sums in percent, in brackets for uniformly random positions."""
     lines = [
         "| density of a rank | " + " | ".join(f"P = {p}" for p in RANKS) + " |",
         "|---|" + "---|" * len(RANKS),
@@ -38,7 +39,7 @@ def table(measured: dict[float, dict[int, float]], size: int) -> str:
 
 
 def picture(measured: dict[str, dict[float, dict[int, float]]], size: int, path: Path) -> None:
-    """Plot the density of the sum over ranks: measured (solid), and for uniform supports (dotted)."""
+    """Plot the density of the sum over ranks: measured (solid), for random positions (dotted)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")

@@ -1,4 +1,4 @@
-"""Measure bytes and loss with AdamW and Muon for all methods, tuned alike, on known links.
+"""Measure bytes and loss of all methods with AdamW and Muon, with the same tuning for each.
 
     python benchmarks/frontier.py --task gpt-1m --steps 300     (long; resumes)
     python benchmarks/frontier.py --task gpt-1m --lab 100mbit   (then seconds and bytes on real

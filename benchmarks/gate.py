@@ -1,10 +1,10 @@
-"""Compare the speed of two installations, and fail if the second is slower beyond the noise.
+"""Compare the speed of two installations; fail if the second is slower by more than the noise.
 
     python benchmarks/gate.py RELEASE_PYTHON HEAD_PYTHON [--runs 3]
 
-The two run ``sparsync bench --kernels`` and ``sparsync bench`` in turn, several times. The noise of
-a row is the largest ratio between two runs of the same installation. A row fails if the ratio of
-the medians is above its noise and above ``--floor``.
+The installations take turns to run ``sparsync bench --kernels`` and ``sparsync bench``, several
+times each. The noise of a row is the largest ratio between two runs of the same installation. A row
+fails if the ratio of the medians is above its noise and above ``--floor``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXCHANGES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement in both installations, with the seconds of the head over those of the release."""
+    """One measurement in both installations; the ratio is the head's seconds / the release's seconds."""
 
     name: str
     ratio: float

@@ -29,7 +29,7 @@ STEPS = 6
 DENSITY = 0.01
 VGG, BERT, LARGE = 14_728_266, 133_547_324, 1 << 30
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
-TINY = (5_000, 9_000, 1 << 40)  # the last has no room
+TINY = (5_000, 9_000, 1 << 40)  # the last does not fit into memory, which must be reported
 CASES = {  # of ``attach``: the exchange and its transport
     "dense DDP": None,
     "gradients, gloo": ("gradients", "torch"),
@@ -264,7 +264,7 @@ def attach(rehearse: bool) -> Iterator[Row]:
 
 
 def nccl_rank(rank: int, ranks: int, port: int, rehearse: bool, out: str) -> None:
-    """Try DDP over NCCL on two ranks of one device, which most versions of NCCL refuse."""
+    """Try DDP over NCCL with two ranks on one device, which most versions of NCCL refuse."""
     device = _enter(rank, ranks, port, rehearse)
     rows = [{"case": "two ranks, one device", "outcome": "trains"}]
     try:
@@ -373,7 +373,7 @@ def selection(rehearse: bool) -> Iterator[Row]:
 
 
 def select(size: int, k: int, device: torch.device) -> Row:
-    """Measure one size; both selections must find the same magnitudes."""
+    """Measure both selections at one size; they must find the same magnitudes."""
     from sparsync.kernels import magnitude_keys
     from sparsync.kernels import triton as backend
 
@@ -518,7 +518,7 @@ def update_passes(size: int, device: torch.device) -> Iterator[Row]:
 
 
 def transfer(rehearse: bool) -> Iterator[Row]:
-    """Measure how much of the time to move k entries to the host a backward pass hides."""
+    """Measure how much of the time to copy k entries to the host can hide behind a backward pass."""
     from sparsync.kernels import packing
     from sparsync.kernels import triton as backend
 

@@ -2,10 +2,10 @@
 
 python benchmarks/kernels.py [--json FILE] [--rounds 20] [--threads 1,2]     (about a minute)
 
-The rows of a table are measured in turn, round after round, and each row's best time counts, so
-other programs on the machine affect all rows alike. Before every measurement, the inputs are
-restored, and torch's threads get time to sleep, because they spin for some milliseconds after an
-operation. The results are checked. The script writes the table in benchmarks/kernels.md.
+The rows of a table are measured one after the other in several rounds, and each row's best time
+counts. So other programs on the machine affect all rows alike. Before every measurement, the inputs
+are restored, and torch's threads get time to fall asleep, because they spin for some milliseconds
+after an operation. The results are checked. The script writes the table in benchmarks/kernels.md.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from sparsync.kernels import reference as specification
 
 SIZE = 14_728_266  # VGG-16 on CIFAR-10
 DENSITY = 0.01
-WARM_UP = 20  # steps of error feedback: the residual piles up below the threshold
-REST = 0.01  # seconds
+WARM_UP = 20  # steps of error feedback, in which the residual piles up below the threshold
+REST = 0.01  # seconds for which torch's threads may fall asleep
 RANKS = 8
 BINS = 512
 
@@ -38,7 +38,7 @@ Rows = dict[str, Callable[[], object]]
 
 
 def error_feedback(size: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return a residual as left by training, and the next gradient, in blocks of unequal scale."""
+    """Return a residual as after some training, and the next gradient, in blocks of unequal scale."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.logspace(-1, 1, 64).repeat_interleave(-(-size // 64))[:size]
     residual = torch.zeros(size)
@@ -142,7 +142,7 @@ def sparse_streams(rounds: int) -> list[dict[str, object]]:
 
 
 def table(title: str, rows: list[dict[str, object]]) -> Table:
-    """Print ratios first, milliseconds last."""
+    """Return a table with the ratios first and the milliseconds last."""
     columns = {
         "kernel": "",
         "over_add": "over add_",

@@ -1,4 +1,4 @@
-"""Measure rate, RTT, loss and asymmetry of the lab's far links, and their processor time.
+"""Measure rate, RTT, loss and asymmetry of the lab's far links, and the processor time they cost.
 
     python benchmarks/lab.py        (about 6 minutes; Linux, root; writes benchmarks/lab.md)
 
@@ -26,8 +26,8 @@ from sparsync.cli.launch import gather, launch
 PORT = 5000
 PINGS = 50
 DATAGRAMS = 20_000
-AT_ONCE, PAUSE = 20, 0.005  # datagrams: at most 4,000 per second
-ON_WIRE = 1514 / 1448  # an Ethernet frame over its payload
+AT_ONCE, PAUSE = 20, 0.005  # datagrams, then seconds of pause: at most 4,000 datagrams per second
+ON_WIRE = 1514 / 1448  # bytes of an Ethernet frame / bytes of its payload
 PAIRS = (  # links of two ranks, and the seconds that a stream runs before it is measured
     ("100mbit,20ms", 2),
     ("100mbit,80ms", 5),
@@ -53,14 +53,14 @@ def listen(kind: int) -> socket.socket:
     server.bind(address(dist.get_rank()))
     if kind == socket.SOCK_STREAM:
         server.listen(64)
-    else:  # SO_RCVBUFFORCE: no datagram must be lost here if this rank is late
+    else:  # SO_RCVBUFFORCE, so that no datagram is lost if this rank reads late
         server.setsockopt(socket.SOL_SOCKET, 33, 1 << 24)
     dist.barrier()
     return server
 
 
 def ping() -> float:
-    """Return the median round trip of a byte over TCP from rank 0 to rank 1, or 0 on the other ranks."""
+    """Return, on rank 0, the median round trip of a byte over TCP to rank 1; on other ranks, 0."""
     with listen(socket.SOCK_STREAM) as server:
         seconds = [0.0]
         if dist.get_rank() == 0:
@@ -129,7 +129,7 @@ def receive(streams: list[tuple[int, int]], warm_up: float, seconds: float) -> f
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
             link.close()
-        time.sleep(1.0)  # messages in flight have arrived
+        time.sleep(1.0)  # until messages in flight have arrived
         dist.barrier()
     return rate
 

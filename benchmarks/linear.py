@@ -106,7 +106,7 @@ def section(heading: str, results: list[dict]) -> list[str]:
 
 
 def accuracy(rows: int, epochs: int, l2: float = 1e-5, lr: float = 20.0) -> list[str]:
-    """Compare accuracy with scikit-learn's on one rank, with the same penalty, on 1 of 10 rows."""
+    """Compare the accuracy with scikit-learn's on a tenth of the rows; one rank, the same penalty."""
     shard = trigram_shard(rows=rows)
     cut = rows * 9 // 10
     training, held_out = slice(None, cut), slice(cut, None)

@@ -1,4 +1,4 @@
-"""Measure the peak memory of a training process under DDP with ``attach``, relative to plain DDP.
+"""Measure the peak memory of a DDP training process with ``attach``, compared with plain DDP.
 
     python benchmarks/memory.py        (Linux; 5 minutes; writes benchmarks/memory.md)
     python benchmarks/memory.py --gpt  (14 GB, 12 minutes; writes benchmarks/memory_gpt.md)
@@ -7,12 +7,12 @@ The first command measures algorithms with SGD on linear layers with 21 M parame
 ``--gpt``, the script measures the defaults of AdamW and SGD on a GPT with 124 M parameters, whole
 and sharded by FSDP2.
 
-Each figure comes from fresh processes. They first train a tiny model, so that imports, threads and
-sockets are paid for, then a large one. The figure is the kernel's peak (VmHWM), minus the memory in
-use between the two.
+Each figure comes from fresh processes. They first train a tiny model, so that the memory of imports,
+threads and sockets is in use before they train a large one. The figure is the kernel's peak (VmHWM),
+minus the memory in use between the two trainings.
 
 glibc raises its mmap threshold to the size of the last freed block; from then on, gradients and
-temporaries share a fragmented heap. ``mallopt`` fixes the threshold, so the peak is the memory that
+temporaries share a fragmented heap. If ``mallopt`` fixes the threshold, the peak is the memory that
 the program requested. Both cases are measured.
 """
 
@@ -51,15 +51,15 @@ CASES: dict[str, dict[str, Any]] = {
         "compression": sparsync.Compression(warmup_steps=9),
     },
 }
-FIXED = 1 << 20  # bytes
+FIXED = 1 << 20  # bytes of the fixed mmap threshold
 MALLOC = {"glibc's default": None, "fixed": FIXED}
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 WIDTH, LAYERS = 2048, 5  # 21 M parameters
 GPT_WIDTH, GPT_LAYERS, VOCABULARY, TOKENS = 768, 12, 50257, 64
 TINY = 64
 SHARDS = 2  # ranks of a replica
 DENSITY = 0.01
-STEPS = 5  # DDP rebuilds its buckets in the second
+STEPS = 5  # more than one, because DDP rebuilds its buckets in the second step
 WORD_BYTES = 4
 MIB = 1 << 20
 
@@ -111,7 +111,7 @@ class Gpt(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """The training in a process; ``attached`` holds ``attach``'s arguments, or is None without it.
+    """The training in a process; ``attached`` holds the arguments of ``attach``; None: plain DDP.
 
     With ``sharded``, every replica has SHARDS ranks, and FSDP2 replaces DDP.
     """
@@ -144,7 +144,7 @@ def sharded(make: Callable[[int], nn.Module], width: int, mesh: DeviceMesh) -> n
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    for parameter in model.parameters():  # the same on all replicas: the seed is
+    for parameter in model.parameters():  # the same on all replicas, because the seed is
         assert isinstance(parameter, DTensor)
         nn.init.normal_(parameter.to_local(), std=0.02)
     return model
@@ -158,7 +158,7 @@ def train(width: int, case: Case) -> None:
         mesh = init_device_mesh(
             "cpu", (dist.get_world_size() // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard")
         )
-        # without sparsync, FSDP2 averages over the replicas as well
+        # without sparsync, FSDP2 must also average over the replicas
         ddp = sharded(case.model, width, mesh if case.attached is None else mesh["shard"])
         given["replicate"] = mesh["replicate"]
     else:
@@ -190,7 +190,7 @@ def peak(case: Case) -> int:
 
 
 def measure(world_size: int, case: Case) -> int:
-    """Return ``peak`` of fresh processes."""
+    """Return ``peak``, measured in fresh processes."""
     return launch(peak, world_size, case, timeout=600.0)
 
 

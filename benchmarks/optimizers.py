@@ -35,9 +35,9 @@ from virtual_updates import ONE_BIT, train_dense, train_updates
 from sparsync.presets import resolve
 
 OUT = Path(__file__).parent / "optimizers.md"
-SHAPE = 32, 32, 1  # of the GPT: context, width, layers; 22 thousand parameters
+SHAPE = 32, 32, 1  # the GPT's context, width and layers, with 22 thousand parameters
 STEPS, RANKS, SCHEDULE = 300, 4, "cosine-0"
-FACTOR = 2.0  # between the rates that are tried for dense
+FACTOR = 2.0  # ratio of two adjacent rates that are tried for dense
 
 Made = torch.optim.Optimizer | list[torch.optim.Optimizer]
 
@@ -160,7 +160,7 @@ class Unequal(TorchTask):
         self.rows, self.joined = rows, joined
 
     def loss_of(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        """Return a rank's mean loss or, if ranks are joined, its part of the overall mean."""
+        """Return a rank's mean loss; if ranks are joined, its part of the overall mean."""
         self.batch = self.rows[rank]
         loss = super().loss_of(model, seed, step, rank)
         return loss * (self.rows[rank] * len(self.rows) / sum(self.rows) if self.joined else 1)
@@ -192,7 +192,7 @@ def train_unequal(run: Mapping[str, Any]) -> float:
 
 
 class Apart(TorchTask):
-    """A task in which every rank has its own part of the text; some batches come from the whole text."""
+    """A task in which every rank has its own part of the text; some batches are from the whole text."""
 
     def __init__(self, common: float) -> None:
         super().__init__(*SHAPE, packages=("email", "pydoc_data", "json", "http"))
@@ -272,7 +272,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The combined weight, which is all that torch's encoder layers use without gradients."""
+        """The combined weight: without gradients, torch's encoder layers use only this attribute."""
         return self.frozen.weight + self.up.weight @ self.down.weight
 
     @property
@@ -352,7 +352,7 @@ def grid(first: float) -> tuple[float, ...]:
 
 
 def is_there(study: str, case: str) -> bool:
-    """Return whether an optimizer can run here; the report has finished runs in any case."""
+    """Return whether an optimizer can run here; the report shows finished runs in any case."""
     own = study != "optimizers" or case in [*OPTIMIZERS][:10]
     return own or importlib.util.find_spec("pytorch_optimizer") is not None
 
@@ -418,7 +418,7 @@ class Results:
 
 
 def best_rate(results: Results, name: str, case: str, *, search: bool = False) -> float:
-    """Return dense's best rate among those tried, or else the usual one.
+    """Return the best of the rates tried with dense, or the usual rate if there are none.
 
     A search starts at the usual rate and continues in either direction while the loss falls.
     """

@@ -3,10 +3,11 @@
     python benchmarks/ppo.py     (writes benchmarks/ppo.md, .json)
     python benchmarks/ppo.py --ranks 2 --runs 1 --iterations 5 --algorithm allreduce,local
 
-CartPole replaces the Habitat navigation of WAGMA's section 5.4, which is out of reach (see
+CartPole replaces the Habitat navigation of WAGMA's section 5.4, which is not available (see
 ``sparsync_papers.workloads.ppo``).  A step of CartPole takes microseconds, a rendered step
-milliseconds; ``--step-seconds`` adds a sleep of this length per step, so that a waiting rank does
-not free a core for the others. Every row is written once it is done, so a run can be interrupted.
+milliseconds; ``--step-seconds`` adds a sleep of this length to each step, so that a waiting rank
+does not free a core for the others. Every row is written once it is done, so a run can be
+interrupted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from sparsync.cli.output import progress
 from sparsync.errors import ConfigurationError
 from sparsync_papers.workloads.ppo import Ppo
 
-# our choices, except for 8, which is WAGMA's synchronisation period in section 5.4
+# 8 is WAGMA's synchronisation period in section 5.4; the other values are choices made here
 OPTIONS = {"wagma": {"sync_period": 8}, "local": {"period": 1}}
 
 

@@ -39,20 +39,20 @@ from sparsync.transports.zmq import ZmqCommunicator
 HERE = Path(__file__).parent
 RANKS = (2, 4, 8)
 SIZE = 14_728_266  # VGG-16 on CIFAR-10
-TURNS = 9  # of each exchange and of add_, interleaved; the fastest counts
+TURNS = 9  # repetitions of each exchange and of add_, interleaved; the fastest counts
 DENSITY = 0.01
 BLOCK = 512  # elements per scale in the default of AdamW
-SIZES = (1_000_000, SIZE, 100_000_000, 500_000_000)  # of the growth with n, at P = 2
+SIZES = (1_000_000, SIZE, 100_000_000, 500_000_000)  # for the growth with n, at P = 2
 GROWTH_TURNS = 3
 VIRTUAL_RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 VIRTUAL_SIZE = 1 << 18  # elements per virtual rank: 1,024 of them fit 4 GB
-PHASES = ("pack", "unpack", "communicate")  # the last: what is left of an exchange
+PHASES = ("pack", "unpack", "communicate")  # "communicate" is the rest of an exchange
 PARTS = ("exchange", "residual", "average")
 
 Seconds = dict[str, float]
 
 
-class _OnProcessorTime(ZmqCommunicator):  # final for users; stages then book processor time
+class _OnProcessorTime(ZmqCommunicator):  # makes stages record processor time; final only for users
     @property
     def now(self) -> float:
         """The processor time of all threads."""
@@ -70,7 +70,7 @@ class Exchange:
         self.residual = Residual(size, torch.float32, torch.device("cpu"))
 
     def select(self, gradient: Tensor) -> Vector:
-        """Return the entries or values to exchange; this includes ``budgeted``'s selection, not timed."""
+        """Return the entries or values to exchange; for ``budgeted``, the selection is not timed."""
         if self.name == "budgeted":
             self.residual.accumulate(0, gradient)
             whole = self.residual.accumulated
@@ -80,7 +80,7 @@ class Exchange:
 
 
 async def once(comm: Communicator, exchange: Exchange, gradient: Tensor) -> Seconds:
-    """Exchange a gradient, which becomes the average; return the processor seconds of each part."""
+    """Exchange a gradient, replacing it by the average; return the processor seconds of each part."""
     selected, before = exchange.select(gradient), dict(comm.ledger.stages)
     times = [time.process_time()]
     with comm.stage("communicate"):
@@ -185,7 +185,7 @@ def report(results: dict[int, dict[str, Seconds]]) -> list[str]:
 
 
 def growth_report(by_size: dict[int, dict[str, Seconds]], by_ranks: dict[str, Any]) -> list[str]:
-    """Return the section on how cost grows."""
+    """Return the section on the growth of the cost."""
     lines = ["", "## How cost grows", "", "### With n, two real ranks", ""]
     head = ["exchange", "n", "whole / add_", "ns per element", "per element, over n = 14.7 M"]
     rows = []

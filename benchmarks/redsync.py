@@ -29,8 +29,8 @@ RANKS = 4
 DENSITIES = (0.01, 0.001)
 BATCHES = (128, 256, 512, 1024, 2048)  # images of all ranks together (Table 2)
 BATCH_DENSITY = 0.001
-BATCH_LRS = (0.5, 1, 2)  # factors on the default; all methods use dense's best
-WARMUP = 15  # the learning rate grows over a fifteenth of the steps
+BATCH_LRS = (0.5, 1, 2)  # factors on the default learning rate; all methods use dense's best rate
+WARMUP = 15  # the learning rate rises over a fifteenth of the steps
 
 
 WHY = (

@@ -45,7 +45,7 @@ def table(measured: Measured) -> str:
     return "\n".join(lines)
 
 
-SHADES = ("#bdbdbd", "#969696", "#636363", "#4c9be8", "#d95f02")  # of the stages
+SHADES = ("#bdbdbd", "#969696", "#636363", "#4c9be8", "#d95f02")  # one for each stage
 WIDTH_INCHES, HEIGHT_INCHES = 10.0, 5.6
 
 

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent
 REPORT = Path(__file__).with_suffix(".md")
 COLUMNS = ("artifact", "what", "paper", "ours", "same conclusion?", "seeds, steps")
 ANSWER = COLUMNS.index("same conclusion?")
-OLD = "1, -"  # of rows that were written before the column was
+OLD = "1, -"  # the value for rows that were written before the column existed
 OURS = re.compile(r"\(not in the paper\)")
 
 
@@ -62,7 +62,7 @@ def kept(text: str) -> dict[str, list[str]]:
 
 
 def count(text: str) -> Counter[str]:
-    r"""Count a report's answers to "same conclusion?": yes, no, and rows that are not the papers'.
+    r"""Count a report's answers to "same conclusion?": yes, no, and rows that are not from the papers.
 
     Example:
         >>> count("| what | same conclusion? |\n|---|---|\n| a | yes |\n| b | **no**: short |")
@@ -85,7 +85,7 @@ def count(text: str) -> Counter[str]:
 
 
 def report(artifacts: list[dict], before: dict[str, list[str]]) -> str:
-    """Return the report: new rows for artifacts that were run, and otherwise the rows of ``before``."""
+    """Return the report: new rows for artifacts that were run, the rows of ``before`` for all others."""
     new = {artifact["name"]: lines_of(artifact) for artifact in artifacts}
     names = [artifact.name for artifact in ARTIFACTS]
     lines = [line for name in names for line in new.get(name, before.get(name, []))]

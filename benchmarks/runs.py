@@ -1,4 +1,4 @@
-"""Training runs, one after the other, stored in a file so that an interrupted table can continue."""
+"""Training runs, stored in a file one by one so that an interrupted table can be continued."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Runs:
         path: the JSON file; read on construction, and written after every run.
         ranks: the number of ranks in every run.
         wanted: substring of the names of the runs to make; a name contains all values of the
-        specification.
+            specification.
         after: called after every run.
     """
 
@@ -54,7 +54,7 @@ class Runs:
         started = time.perf_counter()
         fields = {k: v for k, v in spec.items() if k != "algorithm" and not k.startswith("part")}
         if spec["algorithm"] == "dense":
-            fields.pop("density", None)  # it identifies the run, but dense has none
+            fields.pop("density", None)  # it identifies the run, but dense has no such setting
         settings = TrainSettings(ranks=self.ranks, **fields, **options)
         results = train(settings, [spec["algorithm"]])
         assert results is not None, "start this without a launcher"

@@ -33,7 +33,7 @@ from virtual_updates import train_dense, train_updates
 from sparsync.cli.workloads.workload import Draw
 
 OUT = Path(__file__).parent / "scale.md"
-USUAL_RANKS = 4  # whose global batch "all" keeps
+USUAL_RANKS = 4  # with "all", the global batch is as large as for this many ranks
 SIZES: Mapping[str, Task] = MappingProxyType(
     {
         "gpt-100k": TASKS["gpt-100k"],

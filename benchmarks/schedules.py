@@ -41,7 +41,7 @@ WARMUP = 20  # warm-up steps of every schedule except OneCycle
 
 
 def cosine(part: float) -> float:
-    """Return half a cosine wave, which falls from 1 at 0 to 0 at 1."""
+    """Return half a cosine wave, which falls from 1 to 0 as ``part`` goes from 0 to 1."""
     return (1 + math.cos(math.pi * part)) / 2
 
 
@@ -208,7 +208,7 @@ class RegressionTask:
         return nn.Linear(1_000, 10)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return AdamW as it is."""
+        """Return AdamW with its default settings."""
         return torch.optim.AdamW(model.parameters())
 
     def loss_of(self, model: nn.Module, seed: int, step: int, rank: int, count: int = 32) -> Tensor:
@@ -270,8 +270,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def clip_of(method: str, clip: float, ranks: int) -> float:
     """Return the largest norm of a rank's gradient.
 
-    With "two-bits-clip", it is the root of P times that of dense training, because a rank's gradient is
-    up to so much longer than the average of P.
+    With "two-bits-clip", it is sqrt(P) times dense's limit, because a rank's gradient is up to sqrt(P)
+    times as long as the average of P gradients.
     """
     return clip * ranks**0.5 if method == "two-bits-clip" else clip
 

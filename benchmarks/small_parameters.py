@@ -3,11 +3,11 @@
     python benchmarks/small_parameters.py [CASE]    (6 minutes; writes benchmarks/small_parameters.md)
 
 Two ranks communicate over loopback, without a slow link. The same two processes train the models of
-a row in turn, for two steps each; updates are exchanged after the second step. Figures are medians,
-and ratios of medians, of wall-clock time and, in parentheses, of processor time, which other jobs
-on the machine disturb less. The excess over 1 is the cost of the exchange, which does not pay off
-without a slow link, and of the Python code per parameter. Results for a CASE (a substring of its
-name) are only printed.
+a row alternately, for two steps each; updates are exchanged after the second step. Figures are
+medians of wall-clock time, or ratios of medians. The figures in parentheses are for processor time,
+which other jobs on the machine disturb less. The excess over 1 is the cost of the exchange, which
+does not pay off without a slow link, and of the Python code per parameter. If a CASE (a substring of
+its name) is given, its results are only printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sparsync
 from sparsync.cli.launch import launch
 
 RANKS = 2
-SECONDS = 15  # of every row, unless it takes longer for FEWEST steps
+SECONDS = 15  # duration of a row, unless FEWEST turns take longer
 TURNS, FEWEST = 20, 4
 WARM = 2  # untimed turns: DDP rebuilds its buckets in the second step
 WIDTH, LAYERS, WORDS, TOKENS, BATCH = 64, 24, 512, 64, 4
@@ -79,7 +79,7 @@ WAYS = {
     SGD: "SGD: DDP",
     WITHIN: "AdamW: DDP",
     PLAIN: "AdamW: DDP",
-}  # and what each is compared with
+}  # variant -> the variant with which it is compared
 
 
 def stepper(way: str, shape: tuple[int, int] | None, unit_bytes: int | None) -> Callable[[], None]:

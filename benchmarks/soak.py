@@ -3,16 +3,21 @@
     python benchmarks/soak.py                  (Linux; 2 hours; writes benchmarks/soak.md, .json, .png)
     python benchmarks/soak.py --minutes 5
 
-The job has several lives.  In each life, all ranks train a small model under DDP over ZeroMQ.
-Ranks are late at random, and gradients overflow at random. From time to time, all ranks close their
-handles, wrap the model again and load the checkpoint, in the same processes.  Every other life ends
-with a killed rank, which the others must report in time.  The next life loads the last checkpoint
-with a different number of ranks.
+The job has several lives, i.e. runs of fresh processes.  In each life, all ranks train a small model
+under DDP over ZeroMQ.  Ranks are late at random, and gradients overflow at random. From time to
+time, all ranks close their handles, wrap the model again and load the checkpoint, in the same
+processes.  Every other life ends with a killed rank, which the others must report in time.  The next
+life loads the last checkpoint with a different number of ranks.
 
-The job repeatedly checks the law (everything accumulated is in the total or in a residual), that
-replicas are equal, that a refused step leaves residuals unchanged, that a restart restores the
-state, and that memory, threads and open files do not grow. The .json is written after every life; a
-later call continues from it.
+The job repeatedly checks that
+
+- the law of conservation holds: everything accumulated is in the total or in a residual,
+- replicas are equal,
+- a refused step leaves residuals unchanged,
+- a restart restores the state,
+- memory, threads and open files do not grow.
+
+The .json is written after every life; a later call continues from it.
 """
 
 from __future__ import annotations
@@ -43,15 +48,15 @@ import sparsync
 from sparsync.checkpoint.files import read_file, states_in, whole_checkpoints
 from sparsync.cli.launch import RankError, launch
 
-ALGORITHMS = ("budgeted", "oktopk", "halving")  # of lives in turn; each has its own checkpoints
-RANKS = (4, 3, 2)  # of an algorithm's lives in turn
-LIVES = 8  # of a soak of 40 minutes and more; of a shorter one 4
+ALGORITHMS = ("budgeted", "oktopk", "halving")  # lives alternate; each algorithm has checkpoints
+RANKS = (4, 3, 2)  # numbers of ranks between which an algorithm's lives alternate
+LIVES = 8  # number of lives in a soak of 40 minutes or more; a shorter soak has 4
 WIDTH = 512  # 0.8 M parameters
 DENSITY = 0.01
-TIMEOUT = 20.0  # seconds of a wait
+TIMEOUT = 20.0  # seconds that a rank waits for another
 LATE = 0.05  # share of steps at which a rank is late
-LATENESS = 0.1  # seconds, mean
-OVERFLOWS = 0.02  # share of steps
+LATENESS = 0.1  # mean seconds by which it is late
+OVERFLOWS = 0.02  # share of steps at which a gradient overflows
 CHECKED = 10  # steps between checks of the law
 RESTART = 100  # steps between restarts inside a life
 SAMPLE = 2.0  # seconds between measurements of memory
@@ -65,7 +70,7 @@ class Trainee:
     def __init__(self, algorithm: str, folder: Path) -> None:
         self.algorithm, self.folder = algorithm, folder
         self.counts: Counter[str] = Counter()
-        self.worst = 0.0  # violation of the law, over its bound
+        self.worst = 0.0  # largest violation of the law, relative to its bound
         self.begin()
 
     def begin(self) -> None:
@@ -117,7 +122,7 @@ class Trainee:
         return torch.cat([kept.get(name, zeros[name]) for name in zeros])
 
     def moved(self, saved: Sequence[Mapping[str, Tensor]]) -> float:
-        """Return the difference between the total residual and the saved total, relative to rounding."""
+        """Return how far the sum of residuals is from the saved sum, relative to the rounding error."""
         if not saved:
             return 0.0
         names = [name for name, _ in self.net.named_parameters()]
@@ -128,7 +133,7 @@ class Trainee:
         return float(((now - was.sum(0)).abs() / bound).max())
 
     def train(self, *, watched: bool = True) -> None:
-        """Run one step, which may be late, overflow, and be checked."""
+        """Run one step, in which the rank may be late, or a gradient overflow, or the law be checked."""
         rank, step = dist.get_rank(), self.step
         common, own = random.Random(f"step {step}"), random.Random(f"{step} of {rank}")
         if own.random() < LATE:
@@ -163,7 +168,7 @@ class Trainee:
         sums = torch.stack([accumulated, self.residual().double(), accumulated.abs()])
         dist.all_reduce(sums)
         average = torch.cat([p.grad.flatten() for p in parameters]).double()
-        # one more rounding than in the law, because the average was divided by P
+        # the law's bound plus one rounding, because the average was divided by P
         bound = (world_size + 3) * 2.0**-24 * sums[2] + 2.0**-126
         off = (sums[0] - world_size * average - sums[1]).abs() / bound
         self.worst = max(self.worst, float(off.max()))
@@ -178,8 +183,8 @@ class Trainee:
 def sample() -> list[float]:
     """Return this process's memory in MiB, its threads and its open files.
 
-    Python first collects garbage (DDP's models are in cycles), and the C library returns free
-    memory, so all remaining memory is in use.
+    Python first collects garbage (DDP's models are in reference cycles), and the C library returns
+    free memory to the system, so all remaining memory is in use.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

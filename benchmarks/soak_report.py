@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 WARM = 0.3  # share of a life after which memory must be flat
-FLAT = 0.02  # share by which it may grow
+FLAT = 0.02  # share by which memory may grow and still count as flat
 
 
 def growth(samples: list[list[float]], column: int) -> float:

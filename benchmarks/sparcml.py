@@ -17,7 +17,7 @@ from runs import Runs
 
 ENTRIES, BLOCK = 16, 512
 RANKS = 4
-LRS = (0.1, 0.15, 0.2)  # 0.1: the demo's
+LRS = (0.1, 0.15, 0.2)  # 0.1 is the demo's
 
 
 def spec(steps: int, algorithm: str, lr: float) -> dict:

@@ -38,10 +38,10 @@ HERE = Path(__file__).parent
 DATA, OUT, PACKAGE = HERE / "frontier" / "results.jsonl", HERE / "steps.md", Path(model.__file__)
 BEGIN, END = "# begin: fitted by benchmarks/steps.py\n", "# end\n"
 PARTS = (1 / 2, 2 / 3, 1.0)  # parts of dense's run at whose losses curves are compared
-NOISE = 1.01  # factor on the previous loss: a dense curve that rises more makes no progress
-TASK_DEVIATION = 0.15  # of each task's own term, which is unknown in predictions
-FAMILY_DEVIATION = 1.0  # of the prior of a family's coefficient
-DEVIATIONS = {  # of the others
+NOISE = 1.01  # a dense curve that rises by more than this factor makes no progress
+TASK_DEVIATION = 0.15  # standard deviation of each task's own term, which predictions do not know
+FAMILY_DEVIATION = 1.0  # standard deviation of the prior of a family's coefficient
+DEVIATIONS = {  # the same for all other coefficients
     **dict.fromkeys(
         (
             "period",
@@ -54,24 +54,24 @@ DEVIATIONS = {  # of the others
         ),
         0.25,
     ),
-    **dict.fromkeys(("ranks", "ranks of updates"), 0.1),  # one small model had others than 4
+    **dict.fromkeys(("ranks", "ranks of updates"), 0.1),  # only one small model did not have 4
 }
-LEAST_SPREAD = 0.05  # of the logarithm around the fit
-ROUNDS = 100  # of expectation and maximisation
-DIGITS = 4  # of coefficients in the package
+LEAST_SPREAD = 0.05  # smallest spread of the logarithm around the fit
+ROUNDS = 100  # rounds of expectation and maximisation
+DIGITS = 4  # decimal places of the coefficients in the package
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A measured ratio, or a lower bound of it."""
+    """A measured ratio of step counts, or a lower bound of it."""
 
     task: str
     method: str
     optimizer: str
     ranks: int
     batch: int
-    steps: int  # of dense's run
-    part: float  # of it
+    steps: int  # length of dense's run
+    part: float  # part of dense's run that determines the loss
     recipe: Recipe
     ratio: float
     bound: bool = False
@@ -91,7 +91,7 @@ OF_SGD = (
 
 
 def recipe_of(name: str) -> Recipe | None:
-    """Return the study's features of a frontier method, or None if the study does not describe it."""
+    """Return the study's recipe for a frontier method, or None if the study does not describe it."""
     method = METHODS[name]
     given = {**method.settings, **method.untuned}
     if method.make is power_sgd:
@@ -137,7 +137,7 @@ def keys_of(runs: Mapping[int, Mapping[tuple[str, str], Entry]]) -> list[tuple[s
 
 
 def progresses(dense: Entry) -> bool:
-    """Return whether dense's loss falls throughout; otherwise, steps to a loss are noise."""
+    """Return whether dense's loss falls throughout; if not, its steps to a loss depend on chance."""
     return not dense.diverged and all(
         after <= NOISE * before
         for row in dense.best
@@ -216,7 +216,7 @@ def fit(data: Sequence[Observation]) -> Fit:
 
 
 def left_out(data: Sequence[Observation]) -> list[tuple[Observation, float]]:
-    """Return every observation with the logarithm predicted by a fit to the other tasks."""
+    """Return every observation with the log ratio that a fit to all other tasks predicts."""
     fits = {name: fit([s for s in data if s.task != name]) for name in {s.task for s in data}}
     return [(seen, fits[seen.task].log_ratio(seen)) for seen in data]
 

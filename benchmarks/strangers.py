@@ -2,9 +2,9 @@
 
     python benchmarks/strangers.py     (a minute; writes benchmarks/strangers.md)
 
-Two ranks repeatedly exchange 64 KiB over ZeroMQ, without keys. Meanwhile, a third process sends
-millions of empty parts in one message, sends 60,000 messages of another job, or holds 132
-connections open.
+Two ranks repeatedly exchange 64 KiB over ZeroMQ, without keys. Meanwhile, a third process does one
+of three things: it sends millions of empty parts in one message, it sends 60,000 messages of another
+job, or it holds 132 connections open.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparsync.transports.zmq.mailbox import Header
 from sparsync.transports.zmq.peers import host_and_port
 
 HERE = Path(__file__).parent
-SECONDS = 8.0  # of exchanges per case; the stranger begins after two of them
+SECONDS = 8.0  # duration of the exchanges in a case; the stranger begins after two seconds
 RAW = Raw("value")
 
 
@@ -74,7 +74,7 @@ CASES: dict[str, Callable[[str, float], None] | None] = {
 
 
 def rank_of(number: int, port: int, tell: Any) -> None:
-    """Exchange with the other rank; report rank 0's address first, and the longest exchange last."""
+    """Exchange with the other rank; send rank 0's address first, and the longest exchange at the end."""
     store = TCPStore("127.0.0.1", port, 2, number == 0)
     with ZmqCommunicator(number, 2, store=store, timeout=60.0) as comm:
         if number == 0:

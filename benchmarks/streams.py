@@ -1,4 +1,4 @@
-"""Measure where a sparse sum stops paying off: the factor on delta (SparCML, section 5.1).
+"""Measure up to which fraction of delta a sparse sum pays off (SparCML, section 5.1).
 
     python benchmarks/streams.py        (half a minute; writes benchmarks/streams.md)
 
@@ -21,7 +21,7 @@ from sparsync.sparse import DenseVector, SparseVector, Vector
 from sparsync.wire import StreamCodec
 
 SIZE = 1_000_000
-PARTS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of delta
+PARTS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # fractions of delta
 RATES = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 REPEATS = 7
 
@@ -32,7 +32,7 @@ def delta(size: int, value_bytes: int, index_bytes: int = 4) -> int:
 
 
 def operand(nnz: int, seed: int) -> SparseVector:
-    """Return a vector with this many entries at random places."""
+    """Return a vector with this many entries at random positions."""
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randperm(SIZE, generator=generator)[:nnz].sort().values
     return SparseVector(indices, torch.randn(nnz, generator=generator), SIZE)
@@ -50,7 +50,7 @@ def best(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure() -> list[tuple[float, int, dict[str, float], dict[str, int]]]:
-    """Measure one hop (encode, decode, sum) in both forms, for results of several fractions of delta."""
+    """Measure a hop (encode, decode, sum) in both forms, for results with several fractions of delta."""
     codec, most = StreamCodec(factor=None), delta(SIZE, value_bytes=4)
     rows = []
     for part in PARTS:

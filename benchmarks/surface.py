@@ -51,13 +51,13 @@ HELD_OUT, LAST = ("30mbit,40ms", "300mbit,10ms"), ("20mbit,30ms", "200mbit,50ms"
 RANKS, STEPS, GOAL = 4, 300, 200  # the goal: dense's loss after this many steps
 LONG = 600  # steps of methods that have not reached the loss after 300; a few need 400
 BATCH, RATE, SGD_RATES = 2, 1e-3, (0.1, 0.3)
-SEEDS = 1, 2, 3  # with SGD, whose curves are flat at the comparison; other methods have one seed
+SEEDS = 1, 2, 3  # for SGD, whose curves are flat where they are compared; others have one seed
 SEEDED = "dense", "powersgd-r4", "gradients"
-SMALLER = ("gpt-1m", 8), ("gpt-100k", 4)  # and their batches, for the fit of steps with SGD
+SMALLER = ("gpt-1m", 8), ("gpt-100k", 4)  # (task, batch), for the fit of steps with SGD
 # inputs of predictions: the model's elements, the seconds of a message without distance, and the
 # seconds of a step without exchange, from the frontier's runs of this model in the lab
 PARAMETERS, ALPHA, COMPUTATION = 8_443_552, 50e-6, 0.23
-FRAMED = 1514 / 1448  # bytes on a link for one of a TCP connection
+FRAMED = 1514 / 1448  # bytes on a link per byte that TCP carries
 # at rates below FEW_STEPS, methods that send more than MANY_BYTES per parameter and step are
 # measured for 10 steps, and all others for 20
 MANY_BYTES: Final = 1.0
@@ -70,10 +70,10 @@ class Line(NamedTuple):
     label: str
     method: str
     optimizer: str
-    bytes_per_parameter: float  # and step, about
+    bytes_per_parameter: float  # approximate bytes per parameter and step
     steps: int = STEPS
-    default: bool = False  # the result of the one line
-    choice: bool = False  # settings of this library that the study may choose instead
+    default: bool = False  # whether ``attach(model, optimizer)`` gives this row
+    choice: bool = False  # whether this row has other settings, which the study may choose instead
 
 
 LINES = (
@@ -129,7 +129,7 @@ def best(curves: Results, line: Line) -> dict[int, Row]:
 
 
 def steps_to_goal(curves: Results, line: Line) -> float | None:
-    """Return the mean steps to dense's loss with the same seed, or None if a seed never reaches it."""
+    """Return the mean steps to dense's loss with the same seed; None if a seed never reaches it."""
     dense = best(curves, Line("", "dense", line.optimizer, 6.0))
     steps = [
         reached(row["curve"], value_at(dense[seed]["curve"], GOAL))
@@ -141,7 +141,7 @@ def steps_to_goal(curves: Results, line: Line) -> float | None:
 
 
 def as_adamw(line: Line, lab: str) -> bool:
-    """Return whether the times of a method with AdamW, mostly of exchanges, also serve for SGD."""
+    """Return whether a method's times with AdamW, which are mostly exchanges, also serve for SGD."""
     return line.optimizer == "sgd" and not line.default and not lab.startswith(FASTEST)
 
 
@@ -169,12 +169,12 @@ PREDICTED = {
 class Cell(NamedTuple):
     """A method on a network."""
 
-    seconds: float  # per step
-    computation: float  # of that
-    sent: float  # bytes per step, by the kernel's count
+    seconds: float  # seconds per step
+    computation: float  # seconds of computation per step
+    sent: float  # bytes per step, as counted by the kernel
     received: float
-    to_goal: float | None  # seconds; None: not reached in the steps that were trained
-    at_least: float  # seconds of those steps
+    to_goal: float | None  # seconds to the goal; None: not reached in the steps that were trained
+    at_least: float  # seconds of the steps that were trained
 
 
 def surface(curves: Results, cells: Results) -> dict[tuple[str, str], Cell]:
@@ -192,7 +192,7 @@ def surface(curves: Results, cells: Results) -> dict[tuple[str, str], Cell]:
             row = same[-1]
             phase = row["rest"]
             seconds, before = phase["seconds"], 0.0
-            if row["dense"] is not None:  # the steps before compression begins
+            if row["dense"] is not None:  # add the steps before compression begins
                 before = METHODS[line.method].untuned["start"] * (row["dense"]["seconds"] - seconds)
             found[line.label, lab] = Cell(
                 seconds,
@@ -211,7 +211,7 @@ def _is_of(row: Row, line: Line, lab: str) -> bool:
 
 
 def machine_of(lab: str, ranks: int) -> Machine:
-    """Return the study's input for a network, without any measurement."""
+    """Return the study's input for a network, from its settings alone."""
     link, *_ = parse_links(lab, ranks)
     way = link.rtt / 2
     return Machine(alpha=ALPHA + way, beta=8 * FRAMED / min(link.up, link.down), distance=way)
@@ -303,7 +303,7 @@ def write(found: dict[tuple[str, str], Cell]) -> None:
 
 
 def draw(found: dict[tuple[str, str], Cell]) -> None:
-    """Plot how many times sooner than dense with the same optimizer each method reaches dense's loss."""
+    """Plot each method's speed-up to dense's loss over dense with the same optimizer."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import TwoSlopeNorm
 

@@ -54,7 +54,7 @@ from sparsync.presets import candidates
 from sparsync_papers.time_to_loss.methods import METHODS, plan_loss, step_seconds
 
 OUT = Path(__file__).parent / "time_to_loss.md"
-PARTS = (2 / 3, 1.0)  # of dense's run
+PARTS = (2 / 3, 1.0)  # parts of dense's run whose final losses are targets
 TITLES = (
     "The surface, before it was measured",
     "Two other networks, after the revision",
@@ -62,7 +62,7 @@ TITLES = (
 )
 SEEN = ("10mbit", "100mbit")  # networks that had been seen when the constants were set
 AS_DENSE = ("dense", "fp16")  # methods that take dense's steps
-NEAR, ALIKE = 1.25, 1.1  # times another, either way; times the best
+NEAR, ALIKE = 1.25, 1.1  # largest factor between near times; largest factor over the best time
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Time:
 
 
 def cells(rows: Sequence[Row]) -> list[Cell]:
-    """Return all methods that the study describes and the lab has timed, with the last run of each."""
+    """Return all methods that the study describes and that ran in the lab, each with its last run."""
     found = {}
     for row in rows:
         if not row["lab"] or not row.get("rest"):
@@ -173,7 +173,7 @@ def share(found: Sequence[Cell] | Sequence[Time]) -> str:
 
 
 def simplicity(time: Time) -> int:
-    """Return a method's rank in simplicity, as in the study; 0 is the simplest."""
+    """Return a method's position in the study's order of simplicity; 0 is the simplest."""
     names = [method.name for method in METHODS]
     known = time.cell.method in names
     return names.index(time.cell.method) if known else len(names)
@@ -214,7 +214,7 @@ def of_surface(
             continue
         it = written[f"{lab} {line.optimizer}"]
         entries = it["methods"]
-        # one collective stands for all sparse gradients
+        # one collective represents all sparse gradients
         name = line.method
         if name == "gradients":
             name = next(other for other in entries if other not in known)

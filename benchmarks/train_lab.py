@@ -1,8 +1,8 @@
-"""Measure how much sooner than DDP each method reaches DDP's loss on a slow network.
+"""Measure how much faster than DDP each method reaches DDP's loss on a slow network.
 
     python benchmarks/train_lab.py        (20 to 30 minutes; Linux; writes benchmarks/train_lab.md, .json)
 
-It is equivalent to
+This is equivalent to
 
     sparsync train --lab 100mbit --ranks 4 --width 416 --batch-size 2 --steps 300 --target-step 100 \
         --algorithm dense,fp16,powersgd,budgeted --json train_lab.json --plot train_lab.png

@@ -32,11 +32,11 @@ from sparsync.transports.process_group import TorchCommunicator
 from sparsync.transports.zmq import ZmqCommunicator
 
 RANKS = (2, 4, 8)
-TURNS = 5  # of each transport, interleaved
-ROUNDS = 100  # per turn
+TURNS = 5  # turns of each transport, interleaved
+ROUNDS = 100  # exchanges per turn
 WARM_UP = 10  # untimed rounds per turn
 NBYTES = 16
-LARGE = 65_536  # bytes: what a rank sends to another at 1 % of 14.7 M, packed, P = 8
+LARGE = 65_536  # bytes of a packed message between two ranks with 1 % of 14.7 M elements and P = 8
 
 
 def all_to_all(comm: Communicator, nbytes: int) -> Callable[[], None]:
@@ -52,7 +52,7 @@ def all_to_all(comm: Communicator, nbytes: int) -> Callable[[], None]:
 
 
 def native_all_to_all(nbytes: int) -> Callable[[], None]:
-    """Return the same exchange by one call of gloo's native all-to-all with equal splits."""
+    """Return the same exchange, made by one call of gloo's native all-to-all with equal splits."""
     outgoing = torch.zeros(nbytes * dist.get_world_size(), dtype=torch.uint8)
     incoming = torch.empty_like(outgoing)
     return lambda: dist.all_to_all_single(incoming, outgoing)
@@ -143,7 +143,7 @@ def received(link: socket.socket, room: memoryview) -> int:
 
 
 def small_allreduce(comm: Communicator) -> Callable[[], None]:
-    """Return an allreduce of two numbers, such as collectives use for counts."""
+    """Return an allreduce of two numbers, which collectives need to agree on counts."""
     value = torch.tensor([1.0, 2.0])
     return lambda: (run(comm.allreduce(value, "bench")), None)[1]
 

@@ -1,4 +1,4 @@
-"""Train with all ranks in this process, and store runs in a file, for other scripts.
+"""Train with all ranks in this process, and store the runs in a file; used by other scripts.
 
 Ranks are coroutines of the simulator that take turns on one core; gradients, selections and messages are
 real.  Results are the same on every machine with the same torch.
@@ -25,7 +25,7 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.transports.sim import SimCommunicator, simulate
 from sparsync.units import plan_units
 
-LR_WARMUP_STEPS = 20  # as ``sparsync train``
+LR_WARMUP_STEPS = 20  # as in ``sparsync train``
 MODELS = {"digits": {}, "bytes": {"layers": 2, "width": 96}}
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]

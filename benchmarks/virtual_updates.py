@@ -23,8 +23,8 @@ from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.weights import ModelWeights
 
 DEFAULT: Mapping[str, Any] = OUTER_SETTINGS["updates"]
-# the default for models above a million elements, used here also for smaller models that represent
-# them
+# the default for models above a million elements; here also for smaller models, which represent larger
+# ones
 TWO_BITS: Mapping[str, Any] = MappingProxyType(
     {**DEFAULT, "algorithm": resolve("quantised", bits=2, block=512), "period": 2}
 )
@@ -69,8 +69,8 @@ def train_updates(
         ranks: number of ranks P.
         clip: the largest 2-norm of a rank's gradients.
         settings: settings of ``OuterStep``.
-        after_step: called on every rank before the exchange, with the last optimizer.
-        seen: the amount of data in a rank's step; None if all ranks have the same weight.
+        after_step: called on every rank before the exchange, with the model and its last optimizer.
+        seen: returns the amount of data in a step of a rank; None if all ranks have the same weight.
     """
 
     async def program(comm: SimCommunicator) -> tuple[nn.Module, dict[str, Any]]:

@@ -33,7 +33,7 @@ BLOCKS = (32, 128, 512)
 
 
 def entries(density: float, size: int, tail: float = 0.0) -> SparseVector:
-    """Draw the largest of ``size`` normal values, times log-normal factors with spread ``tail``."""
+    """Draw ``size`` normal values times log-normal factors of spread ``tail``; return the largest."""
     generator = torch.Generator().manual_seed(0)
     dense = torch.randn(size, generator=generator)
     if tail:
@@ -60,7 +60,7 @@ def table(head: list[str], lines: Iterable[list[str]]) -> str:
 
 
 def index_table() -> str:
-    """Compare the bits of an index with the entropy of the supports."""
+    """Compare the bits per index with the entropy of the positions."""
     lines = []
     for p in DENSITIES:
         nnz = round(p * SIZE)

@@ -26,7 +26,7 @@ from sparsync.selection import Exact
 from sparsync.wire import Packed, SparseQsgd
 
 RANKS, STEPS, PERIOD = 4, 200, 10
-LATE = 100  # steps from which a mean is taken: xi rises at first (Ok-Topk, Figure 5)
+LATE = 100  # step from which xi is averaged, because it rises at first (Ok-Topk, Figure 5)
 BUDGET = 4.0  # words per entry and exchange: holds float32 and its index
 DENSITIES = (0.001, 0.01, 0.02)
 LR = {"bytes": 0.2, "digits": 0.1}
@@ -49,7 +49,7 @@ def run(spec: dict, bar) -> dict:
     def prepare(reducer: Reducer) -> None:
         sink = Sink(note) if reducer.comm.rank == 0 else None
         reducer.monitor = Monitor(reducer.comm, reducer.units, sink, reducer.xi_period)
-        reducer.monitor.xi.every = 1  # exact
+        reducer.monitor.xi.every = 1  # measure all coordinates, so that xi is exact
 
     codec, whole = CODECS.get(spec["values"]), spec["values"] == "dense"
     algorithm = Algorithm("xi", Exact, lambda: Budgeted(codec(), budget=BUDGET))

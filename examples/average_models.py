@@ -3,8 +3,8 @@
     python examples/average_models.py                                  # one rank
     torchrun --nproc-per-node 4 examples/average_models.py --period 8
 
-The ranks learn the same function, each from its own samples.  ``--checkpoint FOLDER`` saves at the end;
-a second run with more ``--steps`` continues from there, bit for bit.
+The ranks learn the same function, each from its own samples.  With ``--checkpoint FOLDER``, the state is
+saved at the end, and a second run with more ``--steps`` continues from there, bit for bit.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     losses = []
-    with averager:  # leaves equal replicas
+    with averager:  # makes the replicas equal at the end
         while averager.steps < options.steps:
             generator = torch.Generator().manual_seed(averager.steps * world_size + rank)
             x = torch.randn(64, 8, generator=generator)

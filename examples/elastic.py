@@ -44,7 +44,7 @@ def make_model() -> nn.Module:
 
 
 def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a step's samples, which do not depend on the number of ranks."""
+    """Return this rank's share of a step's samples; all shares together do not depend on the ranks."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(size, INPUTS, generator=generator)
     targets = (3 * inputs[:, :OUTPUTS]).sin()
@@ -53,7 +53,7 @@ def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def waiting(sync: Handle) -> float:
-    """Return the sum over ranks and elements of what has not been delivered."""
+    """Return the sum of the residuals, i.e. the undelivered gradients, over ranks and elements."""
     values = [r.value.double().sum() for r in sync.reducer.residuals if r.value is not None]
     total = torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
     dist.all_reduce(total)
@@ -115,7 +115,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Join the ranks that are available, train, leave."""
+    """Join the ranks that are available, train, and leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks may share this machine
     dist.init_process_group("gloo")

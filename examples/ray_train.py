@@ -1,9 +1,10 @@
-"""Ray Train with AdamW, and one line.  A worker dies; Ray replaces it and goes on from a checkpoint.
+"""Ray Train with AdamW and one new line.  If a worker dies, Ray continues from a checkpoint.
 
     python examples/ray_train.py --folder DIR --kill 25
 
-Four workers on CPUs learn scikit-learn's digits and save every 10 steps; at step 25 the last one kills
-itself.  Without ``--kill`` the weights at the end are the same, bit for bit: compare the digests.
+Four workers on CPUs learn scikit-learn's digits and save a checkpoint every 10 steps.  At step 25, the
+last worker kills itself.  Without ``--kill``, the final weights are the same, bit for bit: compare the
+digests.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import sparsync
 from sparsync.checkpoint import load_states, save_state
 
 HELD_OUT = 297  # of 1,797 digits
-BATCH = 128  # digits per step, of all ranks
+BATCH = 128  # digits per step, over all ranks
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
@@ -54,11 +55,11 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         if (step + 1) % options["save_every"] == 0:
-            with tempfile.TemporaryDirectory() as folder:  # Ray merges those of all ranks into one
-                save_state(sync, Path(folder), weights="")  # which are in the state themselves
+            with tempfile.TemporaryDirectory() as folder:  # Ray merges all ranks' folders
+                save_state(sync, Path(folder), weights="")  # the state includes the weights
                 metrics = {"step": step + 1, "first": first, "loss": loss.item()}
                 ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
-    sync.finish()  # exchanges the rest: from here on weights are equal
+    sync.finish()  # exchanges the rest, after which all weights are equal
     with torch.no_grad():
         loss = nn.functional.cross_entropy(model(images[:HELD_OUT]), digits[:HELD_OUT])
     sync.close()
@@ -67,7 +68,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Start Ray on this machine, train, and say how it went."""
+    """Start Ray on this machine, train, and print a summary."""
     parser = argparse.ArgumentParser(description="Train on digits with Ray Train.")
     parser.add_argument("--folder", required=True, help="for checkpoints; all workers see it")
     parser.add_argument("--workers", type=int, default=4, help="ranks, with one CPU each")
@@ -78,7 +79,7 @@ def main() -> None:
     folder = str(Path(options.folder).resolve())
     images, digits = map(torch.tensor, load_digits(return_X_y=True))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # "auto" joins a cluster that is there; what workers print is in the logs of Ray's session
+    # "auto" would join an existing cluster; the workers' output goes to the logs of Ray's session
     ray.init("local", num_cpus=options.workers, include_dashboard=False, log_to_driver=False)
     trainer = TorchTrainer(
         train,
@@ -88,7 +89,7 @@ def main() -> None:
     )
     result: Any = trainer.fit()
     ray.shutdown()
-    reports = [metrics for _, metrics in result.best_checkpoints]  # all, by time
+    reports = [metrics for _, metrics in result.best_checkpoints]  # all reports, in order of time
     for report in reports:
         print(f"step {report['step']}: loss {report['loss']:.4f}")
     restarts = sorted({report["first"] for report in reports} - {0})

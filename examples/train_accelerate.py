@@ -1,4 +1,4 @@
-"""Accelerate with AdamW, and one line.  It saves halfway, and resumes there, bit for bit.
+"""Accelerate with AdamW and one new line.  It saves halfway, and can resume from there, bit for bit.
 
 torchrun --nproc-per-node 2 examples/train_accelerate.py FOLDER [--resume]
 """
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from sparsync.frameworks.accelerate import attach
 
 STEPS = 40
-CONTEXT = 8  # bytes from which the next one is predicted
+CONTEXT = 8  # number of bytes from which the next one is predicted
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("folder", help="of the checkpoint")
@@ -52,7 +52,7 @@ for step, batch in zip(range(first, STEPS), loader, strict=False):
     if step + 1 == STEPS // 2:
         accelerator.save_state(options.folder)
 sent = sync.stats()["bytes_sent_per_local_step"] / sum(p.numel() for p in model.parameters())
-sync.finish()  # exchanges the rest: from here on weights are equal
+sync.finish()  # exchanges the rest, after which all weights are equal
 after = nn.functional.cross_entropy(model(held_out[:, :-1]), held_out[:, -1])
 accelerator.print(f"loss {before:.3f} -> {after:.6f}, {sent:.3f} bytes per parameter and step")
 sync.close()

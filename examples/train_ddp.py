@@ -4,7 +4,7 @@
     mpiexec -n 4 python examples/train_ddp.py --transport mpi
     sbatch examples/slurm.sbatch                       # srun python examples/train_ddp.py
 
-The model learns to predict the bytes of this file one by one: nothing is downloaded.
+The model learns to predict the bytes of this file one by one, so nothing is downloaded.
 On clusters, replace ``batches`` and ``make_model`` with your own.
 """
 
@@ -36,8 +36,8 @@ def arguments() -> argparse.Namespace:
 
 
 def make_model(context: int) -> nn.Module:
-    """Build a model that predicts a byte from those before it."""
-    torch.manual_seed(0)  # the same weights everywhere, which DDP would ensure as well
+    """Build a model that predicts a byte from the bytes before it."""
+    torch.manual_seed(0)  # the same weights everywhere; DDP would also ensure this
     return nn.Sequential(
         nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * context, 128), nn.Tanh(),
         nn.Linear(128, 256),
@@ -45,7 +45,7 @@ def make_model(context: int) -> nn.Module:
 
 
 def batches(context: int, batch_size: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows and the byte after each; every rank draws its own."""
+    """Yield random windows and the byte after each window; every rank draws its own."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = text.unfold(0, context + 1, 1)
     generator = torch.Generator().manual_seed(1 + rank)
@@ -102,7 +102,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    """Join the other ranks, train, leave."""
+    """Join the other ranks, train, and leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks share this machine
     here = init_process_group("gloo", timeout=options.timeout)

@@ -19,7 +19,7 @@ INPUTS, OUTPUTS, BATCH = 64, 8, 32
 
 
 def main() -> None:
-    """Train a small model until its last step, with whoever is there."""
+    """Train a small model until its last step, with all ranks that are present."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("lighthouse", help="address that torchft_lighthouse prints")
     parser.add_argument("--steps", type=int, default=2000)
@@ -31,13 +31,13 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(INPUTS, 128), nn.Tanh(), nn.Linear(128, OUTPUTS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    data = torch.Generator().manual_seed(os.getpid())  # every rank has samples of its own
+    data = torch.Generator().manual_seed(os.getpid())  # every rank draws different samples
 
     manager = make_manager(
         options.min_replicas, lighthouse=options.lighthouse, interface=options.interface
     )
     sync: Any
-    with sparsync.attach(model, optimizer, elastic=manager) as sync:  # has carry() and left, too
+    with sparsync.attach(model, optimizer, elastic=manager) as sync:  # an elastic handle
         sync.carry(scheduler=scheduler)
         while sync.steps < options.steps and not sync.left:
             inputs = torch.randn(BATCH, INPUTS, generator=data)
@@ -51,7 +51,7 @@ def main() -> None:
                 there = sync.stats()["elastic"]["contributors"]
                 print(f"step {sync.steps}: loss {loss.item():.3f}, {there} ranks", flush=True)
         sync.finish()
-    os._exit(0)  # torchft's servers would hold the process
+    os._exit(0)  # torchft's servers would keep the process alive
 
 
 if __name__ == "__main__":

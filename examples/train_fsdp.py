@@ -1,9 +1,9 @@
-"""FSDP2 inside every replica, sparse exchange between the replicas.
+"""FSDP2 inside every replica, and a sparse exchange between the replicas.
 
     torchrun --nproc-per-node 4 examples/train_fsdp.py --shards 2
     torchrun --nproc-per-node 4 examples/train_fsdp.py --shards 2 --ddp    # dense inside, whole models
 
-The model learns to predict the bytes of this file one by one: nothing is downloaded.
+The model learns to predict the bytes of this file one by one, so nothing is downloaded.
 Place shards on the fast links, inside a machine, and replicas on the slow ones.
 """
 
@@ -40,8 +40,8 @@ def arguments() -> argparse.Namespace:
 
 
 def make_model(context: int) -> nn.Sequential:
-    """Build a model that predicts a byte from those before it."""
-    torch.manual_seed(0)  # the same weights on all replicas: FSDP2 does not send them
+    """Build a model that predicts a byte from the bytes before it."""
+    torch.manual_seed(0)  # the same weights on all replicas, because FSDP2 does not send them
     return nn.Sequential(
         nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * context, 128), nn.Tanh(),
         nn.Linear(128, 256),
@@ -49,7 +49,7 @@ def make_model(context: int) -> nn.Sequential:
 
 
 def batches(context: int, batch_size: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows and the byte after each; every rank draws its own."""
+    """Yield random windows and the byte after each window; every rank draws its own."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = text.unfold(0, context + 1, 1)
     generator = torch.Generator().manual_seed(1 + rank)
@@ -59,7 +59,7 @@ def batches(context: int, batch_size: int, rank: int) -> Iterator[tuple[Tensor, 
 
 
 def parallel(options: argparse.Namespace, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
-    """Divide the model over the shards, and attach to the replicas."""
+    """Shard the model within the replica, and attach to exchange between the replicas."""
     model: nn.Module = make_model(options.context)
     settings: dict[str, Any] = {"algorithm": options.algorithm, "density": options.density}
     if options.ddp:
@@ -68,7 +68,7 @@ def parallel(options: argparse.Namespace, mesh: DeviceMesh) -> tuple[nn.Module, 
         return model, sparsync.attach(model, transport=transport, **settings)
     for layer in model.children():
         if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh["shard"])  # the sub-mesh: replicas are sparsync's
+            fully_shard(layer, mesh=mesh["shard"])  # replicas are left to sparsync
     fully_shard(model, mesh=mesh["shard"])
     transport = sparsync.Transport(timeout=options.timeout)
     return model, sparsync.attach(
@@ -106,7 +106,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
         windows, following = next(data)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(windows), following)
-        loss.backward()  # reduced over the shards densely, between replicas sparsely
+        loss.backward()  # a dense reduction over the shards, a sparse one between replicas
         optimizer.step()
         losses.append(mean(loss))
         if rank == 0 and step % 20 == 0:
@@ -124,7 +124,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    """Join the other ranks, train, leave."""
+    """Join the other ranks, train, and leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks share this machine
     here = init_process_group("gloo", timeout=options.timeout)

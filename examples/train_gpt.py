@@ -12,7 +12,7 @@ STEPS, ACCUMULATE, BATCH, CONTEXT, WIDTH = 60, 2, 16, 64, 128
 
 
 class GPT(nn.TransformerEncoder):
-    """Reads windows of bytes; returns the loss of predicting each byte from those before it."""
+    """Reads windows of bytes; returns the loss of predicting each byte from the bytes before it."""
 
     def __init__(self) -> None:
         block = nn.TransformerEncoderLayer(WIDTH, 4, 512, 0.0, batch_first=True, norm_first=True)
@@ -55,6 +55,6 @@ for step in range(first, STEPS):
     if step + 1 == 40:
         sparsync.save(sync, options.folder, step=step + 1, **saved)
 sent = sync.stats()["bytes_sent_per_local_step"] / sum(p.numel() for p in model.parameters())
-sync.finish()  # exchanges the rest: from here on weights are equal
+sync.finish()  # exchanges the rest, after which all weights are equal
 if distributed.get_rank() == 0:
     print(f"loss {before:.3f} -> {model.module(held_out):.6f}, {sent:.3f} bytes/parameter/step")

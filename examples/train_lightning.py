@@ -1,4 +1,4 @@
-"""Lightning with AdamW, and one callback.  It saves every epoch, and resumes, bit for bit.
+"""Lightning with AdamW and one callback.  It saves every epoch, and can resume, bit for bit.
 
 torchrun --nproc-per-node 2 examples/train_lightning.py FOLDER [--resume]    # after the first epoch
 """
@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 from sparsync.frameworks.lightning import SparsyncCallback
 
-CONTEXT = 8  # bytes from which the next one is predicted
+CONTEXT = 8  # number of bytes from which the next one is predicted
 
 
 class Reader(lightning.LightningModule):
-    """Predicts a byte from those before it."""
+    """Predicts a byte from the bytes before it."""
 
     def __init__(self) -> None:
         super().__init__()

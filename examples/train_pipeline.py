@@ -1,8 +1,9 @@
-"""A pipeline in every replica, sparse exchange between the replicas of each stage.
+"""A pipeline in every replica, and a sparse exchange between the replicas of each stage.
 
     torchrun --nproc-per-node 4 examples/train_pipeline.py --stages 2 --schedule 1f1b
 
-A stage that has finished its last backward pass exchanges while the others still compute, in the bubble.
+A stage that has finished its last backward pass uses the pipeline's bubble: it exchanges while the other
+stages still compute.
 The model learns to predict the bytes of this file one by one.
 """
 
@@ -39,8 +40,8 @@ def arguments() -> argparse.Namespace:
 
 
 def make_layers(context: int) -> list[nn.Module]:
-    """Build a model that predicts a byte from those before it."""
-    torch.manual_seed(0)  # the same weights on all replicas: they are not sent
+    """Build a model that predicts a byte from the bytes before it."""
+    torch.manual_seed(0)  # the same weights on all replicas, because nobody sends them
     hidden = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.Tanh())]
     first = [nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * context, 128), nn.Tanh()]
     return [*first, *hidden, nn.Linear(128, 256)]
@@ -56,7 +57,7 @@ def part(layers: list[nn.Module], stage: int, stages: int) -> nn.Sequential:
 
 
 def batches(context: int, batch_size: int, replica: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows and the byte after each; every replica draws its own."""
+    """Yield random windows and the byte after each window; every replica draws its own."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = text.unfold(0, context + 1, 1)
     generator = torch.Generator().manual_seed(1 + replica)
@@ -66,7 +67,7 @@ def batches(context: int, batch_size: int, replica: int) -> Iterator[tuple[Tenso
 
 
 def same_on_all_replicas(stage: nn.Module, mesh: DeviceMesh) -> bool:
-    """Compare this stage with that of the other replicas, bit for bit."""
+    """Compare this stage with the same stage of the other replicas, bit for bit."""
     flat = torch.cat([parameter.detach().flatten() for parameter in stage.parameters()])
     everyone = [torch.empty_like(flat) for _ in range(mesh["dp"].size())]
     dist.all_gather(everyone, flat, group=mesh["dp"].get_group())
@@ -102,7 +103,7 @@ def train(options: argparse.Namespace, world_size: int) -> None:
         optimizer.zero_grad()
         inputs = (windows,) if place == 0 else ()
         schedule.step(*inputs, target=following if last else None, losses=losses)
-        sync.step()  # gradients of all micro-batches are averages over the replicas now
+        sync.step()  # from here on, the gradients are averages over the replicas
         optimizer.step()
         if last:
             means.append(float(torch.stack(losses).detach().mean()))
@@ -120,7 +121,7 @@ def train(options: argparse.Namespace, world_size: int) -> None:
 
 
 def main() -> None:
-    """Join the other ranks, train, leave."""
+    """Join the other ranks, train, and leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks share this machine
     here = init_process_group("gloo", timeout=options.timeout)

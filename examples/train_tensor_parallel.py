@@ -1,8 +1,8 @@
-"""Tensor parallelism in every replica, sparse exchange between the replicas of each shard.
+"""Tensor parallelism in every replica, and a sparse exchange between the replicas of each shard.
 
     torchrun --nproc-per-node 4 examples/train_tensor_parallel.py --tensor 2
 
-The model learns to predict the bytes of this file one by one: nothing is downloaded.
+The model learns to predict the bytes of this file one by one, so nothing is downloaded.
 Place tensor-parallel ranks on the fastest links, replicas on the slow ones.
 """
 
@@ -36,8 +36,8 @@ def arguments() -> argparse.Namespace:
 
 
 def make_model(context: int, mesh: DeviceMesh) -> nn.Module:
-    """Build a model that guesses a byte, its matrices divided over the tensor-parallel ranks."""
-    torch.manual_seed(0)  # the same weights on all replicas: they are not sent
+    """Build a model that predicts a byte, with its matrices divided over the tensor-parallel ranks."""
+    torch.manual_seed(0)  # the same weights on all replicas, because nobody sends them
     model = nn.Sequential(
         nn.Embedding(256, 16), nn.Flatten(), nn.LayerNorm(16 * context),
         nn.Linear(16 * context, 128), nn.Tanh(), nn.Linear(128, 256),
@@ -47,7 +47,7 @@ def make_model(context: int, mesh: DeviceMesh) -> nn.Module:
 
 
 def batches(context: int, batch_size: int, replica: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random windows and the byte after each; the ranks of a replica draw the same."""
+    """Yield random windows and the byte after each window; the ranks of a replica draw the same."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     windows = text.unfold(0, context + 1, 1)
     generator = torch.Generator().manual_seed(1 + replica)
@@ -109,7 +109,7 @@ def train(options: argparse.Namespace, rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    """Join the other ranks, train, leave."""
+    """Join the other ranks, train, and leave."""
     options = arguments()
     torch.set_num_threads(1)  # a small model; several ranks share this machine
     here = init_process_group("gloo", timeout=options.timeout)

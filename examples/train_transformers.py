@@ -1,4 +1,4 @@
-"""Hugging Face Trainer with its AdamW, and one callback.  It saves, and resumes, bit for bit.
+"""Hugging Face Trainer with its AdamW and one callback.  It saves, and can resume, bit for bit.
 
 torchrun --nproc-per-node 2 examples/train_transformers.py FOLDER [--resume]    # from step 20
 """
@@ -51,7 +51,7 @@ trainer.train(resume_from_checkpoint=options.folder / "checkpoint-20" if options
 before, after = trainer.state.log_history[0]["eval_loss"], trainer.evaluate()["eval_loss"]
 sent = (
     sparse.sync.stats()["bytes_sent_per_local_step"] / model.num_parameters()
-)  # that of the end, too
+)  # includes the exchange at the end
 sparse.close()
 if trainer.is_world_process_zero():
     print(f"loss {before:.3f} -> {after:.6f}, {sent:.3f} bytes per parameter and step")

@@ -1,4 +1,4 @@
-"""The methods in the table, with their exchanges, settings and tuned knobs."""
+"""The methods in the table, with their exchanges, fixed settings and tuned knobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparsync.presets import resolve
 from sparsync.transports.ledger import Ledger
 from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterStep
 
-TIMEOUT = 1800.0  # seconds: a dense step of 8.4 M parameters takes 40 at 10 Mbit/s
+TIMEOUT = 1800.0  # seconds; a dense step of 8.4 M parameters takes 40 s at 10 Mbit/s
 
 
 class Volume(NamedTuple):
@@ -48,15 +48,15 @@ def share_hidden(sync: Any) -> float | None:
 
 @dataclass
 class Exchange:
-    """A model and its optimizers, whose steps include exchanges, and a byte count."""
+    """A model, its optimizers, whose steps include the exchanges, and a count of bytes."""
 
-    model: nn.Module  # as it is called: in DDP, or plain
+    model: nn.Module  # the module to call, either wrapped in DDP or plain
     optimizers: Sequence[torch.optim.Optimizer]
-    volume: Callable[[int], Volume]  # after this many steps
-    counted: str  # "ledger": as sent; "formula": of a bandwidth-optimal allreduce
-    dense_steps: int = 0  # the first steps, in which all gradients are allreduced
+    volume: Callable[[int], Volume]  # returns the bytes after this many steps
+    counted: str  # "ledger": as sent; "formula": computed for a bandwidth-optimal allreduce
+    dense_steps: int = 0  # number of steps at the start in which all gradients are allreduced
     shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # shows the weights to evaluate
-    settle: Callable[[], object] = nothing  # waits for what is under way
+    settle: Callable[[], object] = nothing  # waits for an exchange that is under way
     close: Callable[[], object] = nothing
     # share of exchange time for which training did not wait
     hidden: Callable[[], float | None] = nothing
@@ -188,7 +188,7 @@ def averaged_if_dense(optimizer, bucket):  # type: ignore[no-untyped-def]
 
 
 def since(ledger: Ledger) -> Callable[[int], Volume]:
-    """Count the traffic that a ledger records from now on, which excludes the set-up."""
+    """Count the traffic that a ledger records from now on, so that the set-up is excluded."""
     before = ledger.total()
 
     def volume(made: int) -> Volume:
@@ -217,7 +217,7 @@ def updates(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any)
         since(sync.reducer.comm.ledger),
         "ledger",
         shared=sync.shared,
-        settle=sync.state_dict,  # it waits for what is under way
+        settle=sync.state_dict,  # waits for an exchange that is under way
         close=sync.close,
         hidden=lambda: share_hidden(sync),
     )
@@ -226,9 +226,9 @@ def updates(model: nn.Module, kind: str, lr: float, steps: int, **settings: Any)
 def selected_twice(
     model: nn.Module, kind: str, lr: float, steps: int, *, density: float, **settings: Any
 ) -> Exchange:
-    """Return ``budgeted`` with as many received entries as an allgather at ``density``.
+    """Attach ``budgeted`` with a density at which it receives as much as an allgather at ``density``.
 
-    The allgather receives P - 1 times k pairs, and ``budgeted`` 2 (P - 1) / P times its own k.
+    The allgather receives (P - 1) k pairs, and ``budgeted`` 2 (P - 1) / P times its own k.
     """
     settings |= {"algorithm": "budgeted", "density": density * dist.get_world_size() / 2}
     return updates(model, kind, lr, steps, **settings)
@@ -250,8 +250,8 @@ def _local(algorithm: str | Algorithm, **settings: Any) -> Method:
     return _updates(algorithm=algorithm, density=1.0, residual="weights", **settings)
 
 
-# the default for a million parameters or more, also used for smaller tasks, whose curves represent
-# larger models
+# the default for a million parameters or more; also used for smaller tasks, because their curves
+# represent larger models
 _TWO_BITS = {
     **OUTER_SETTINGS["updates"],
     "algorithm": resolve("quantised", bits=2, block=512),
@@ -263,7 +263,7 @@ _GRADIENT_KNOBS = {"beta2": (0.99, 0.95, 0.999), "local_clip": (None, 1.0, 2.0)}
 _OUTER_KNOBS = {"outer_lr": (1.0, 0.8, 1.2), "momentum": (0.0, 0.3, 0.6)}
 _DILOCO_KNOBS = {"outer_lr": (0.7, 0.4, 1.0), "momentum": (0.9, 0.6, 0.3)}
 _PUBLISHED_KNOBS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "updates": {},  # the one line as it is
+    "updates": {},  # ``attach(model, optimizer)`` with its defaults
     "bmuf": {"outer_lr": (1.0, 0.7, 1.2), "momentum": (None, 0.5, 0.25)},
     "qsparse-local": {"outer_lr": (1.0, 0.8, 1.2), "residual_decay": (1.0, 0.95, 0.9)},
     "diloco": _DILOCO_KNOBS,
@@ -280,7 +280,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         **{f"powersgd-r{r}": Method(power_sgd, {"rank": r}, _HOOK_KNOBS) for r in (2, 4, 8)},
         "top-k": Method(gradients, {"algorithm": "allgather", "density": 0.01}, _GRADIENT_KNOBS),
         "budgeted": Method(gradients, {"algorithm": "budgeted", "density": 0.01}, _GRADIENT_KNOBS),
-        # the one line with SGD
+        # ``attach(model, optimizer)`` with SGD
         "gradients": Method(
             gradients,
             {"algorithm": "budgeted", "density": 0.01, "beta2": None, "local_clip": None},
@@ -322,7 +322,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             )
             for drift in (0.04, 0.08)
         },
-        # rows for slower links: half the bits, other periods, and parts of the model in turn
+        # rows for slower links: half the bits, other periods, one part of the model after the other
         "updates-1bit": _updates({}, **_ONE_BIT),
         "updates-overlap": _updates({}, **_ONE_BIT, fragments=2, delay=1),
         **{

@@ -1,4 +1,4 @@
-"""1-bit Adam, from its paper: dense Adam, then signs of momentum over a frozen second moment."""
+"""1-bit Adam as in its paper: dense Adam, then signs of momentum divided by a frozen second moment."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class OneBitAdam(torch.optim.Optimizer):
         block: consecutive elements that share a scale.
         eps: number added to the denominator.
 
-    Differs from the paper: each block, not each chunk, has a scale. One vector holds both errors. v
-    is corrected for bias, because 60 warm-up steps are too few to omit this. Elements whose v is 0
-    do not move.
+    Differs from the paper: each block, not each chunk, has a scale. One vector holds both errors.
+    The second moment v is corrected for bias, because this matters after only 60 warm-up steps.
+    Elements whose v is 0 do not change.
 
     References: Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, ICML 2021.
     """
@@ -81,7 +81,7 @@ class OneBitAdam(torch.optim.Optimizer):
             p.sub_(piece.view_as(p), alpha=group["lr"])
 
     async def _average(self, momentum: Tensor) -> Tensor:
-        """Average signs in two rounds, and keep the rounding errors of both."""
+        """Average signs in two rounds; keep the rounding errors of both rounds."""
         accumulated = momentum + self.error
         reduced = await self.collective.reduce(
             self.comm, DenseVector(accumulated), len(accumulated), self.steps

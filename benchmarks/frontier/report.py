@@ -20,9 +20,9 @@ from frontier.tasks import TASKS
 
 Place = tuple[str, int, int, int]  # task, steps, ranks, batch
 MARKERS = {"adamw": "o", "muon": "s", "sgd": "^"}
-EARLIER = 2 / 3  # part of dense's run whose loss more methods reach than its final loss
-OURS = "updates"  # the one line
-MANY = 9  # methods in a section that is drawn
+EARLIER = 2 / 3  # more methods reach dense's loss after this part of its run than its final loss
+OURS = "updates"  # the method of ``attach(model, optimizer)``
+MANY = 9  # smallest number of methods in a section that is drawn
 PANEL_INCHES = (6.4, 5.6)
 FONT_POINTS = 7
 TICKS = (-10, -5, -2, 0, 2, 5, 10, 20, 50, 100)  # percent
@@ -53,7 +53,7 @@ class Entry:
         return any(row["loss"] is None for row in self.best)
 
     def gaps(self, base: Entry) -> list[float]:
-        """Return the loss relative to that of ``base``, minus 1, for every seed that both have."""
+        """Return the loss relative to ``base``'s loss, minus 1, for every seed that both have."""
         return [
             loss_of(row) / loss_of(base.by_seed[seed]) - 1
             for seed, row in self.by_seed.items()
@@ -150,7 +150,9 @@ class Section:
         return self.entries[key].volume(timed, same.best[0] if same else None)
 
     def steps_to(self, key: tuple[str, str], part: float) -> float | None:
-        """Return the fewest steps, in runs of any length, to dense AdamW's loss at ``part`` of its run.
+        """Return the fewest steps to the loss of dense AdamW after ``part`` of its run.
+
+        Runs of all lengths count.
 
         The result is the mean over seeds, or None if a seed never reaches the loss.
         """
@@ -278,7 +280,7 @@ def written(section: Section) -> list[str]:
 
 
 def picture(sections: Sequence[Section], path: Path) -> None:
-    """Plot loss over bytes, and the front of rows that no other row beats in both.
+    """Plot loss over bytes, and the Pareto front: the rows that no other row beats in both.
 
     Each section with many methods and as many ranks as the first gets a panel.
     """

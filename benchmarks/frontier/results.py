@@ -29,7 +29,7 @@ class Results:
 
     @property
     def rows(self) -> list[Row]:
-        """Every finished run, read on each access, since several commands may write to the file."""
+        """All finished runs, read on each access because several commands may write to the file."""
         if not self.path.exists():
             return []
         return [json.loads(line) for line in self.path.read_text("utf-8").splitlines()]
@@ -56,7 +56,7 @@ class Results:
         return row
 
     def tune(self, run: Run, rates: Sequence[float], seeds: Sequence[int], *, knobs: bool) -> None:
-        """Find the best rate and then the best knobs with the first seed; then run the other seeds.
+        """Find the best rate, then the best knobs, with the first seed; then run the other seeds.
 
         All methods try equally many rates, and equally many values of their two knobs.
         """
@@ -73,8 +73,8 @@ class Results:
     def time(self, run: Run, lab: str, steps: int) -> None:
         """Measure a method's seconds and bytes in the lab, with its best settings.
 
-        These runs are short, with complete periods and a dense phase of 2 steps; the report
-        extrapolates.
+        These runs are short: they consist of complete periods and a dense phase of 2 steps, from
+        which the report extrapolates.
         """
         method, same = METHODS[run.method], comparable(self.rows, run)
         won = chosen(same)[0] if same else {"lr": run.lr, "knobs": method.untuned}

@@ -17,8 +17,8 @@ from sparsync.cli.workloads.stdlib_text import HEAD_WIDTH, LstmWorkload, TextWor
 from sparsync.cli.workloads.workload import Defaults, Workload, is_hidden_matrix
 
 BETAS = (0.9, 0.99)
-WEIGHT_DECAY = 0.1  # of matrices
-LEAST_RATE = 0.1  # of the largest, after the last step
+WEIGHT_DECAY = 0.1  # for matrices
+LEAST_RATE = 0.1  # learning rate after the last step, as a fraction of the largest
 INITIAL_DEVIATION = 0.02
 BYTES = 256  # the vocabulary
 
@@ -112,9 +112,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Return the learning rate over the largest: it grows for a tenth of the steps, then falls.
+    """Return the learning rate as a fraction of the largest.
 
-    The rate falls along a cosine.
+    It rises for a tenth of the steps, then falls along a cosine.
 
     Example:
         >>> [round(rate_at(step, 20), 3) for step in (0, 1, 2, 19)]
@@ -150,7 +150,7 @@ def make_optimizers(model: nn.Module, kind: str, lr: float) -> list[torch.optim.
         if kind == "muon" and parameter.dim() == 2 and is_hidden_matrix(name, parameter)
     }
     rest = {name: parameter for name, parameter in named.items() if name not in hidden}
-    adam = torch.optim.AdamW(grouped(rest), lr=lr, betas=BETAS, fused=True)  # one pass
+    adam = torch.optim.AdamW(grouped(rest), lr=lr, betas=BETAS, fused=True)  # fused into one pass
     if not hidden:
         return [adam]
     muon = torch.optim.Muon(

@@ -22,8 +22,8 @@ from sparsync.cli.train.results import seconds_of_all
 from sparsync.cli.workloads.workload import Draw, Evaluation, Workload, outputs_of
 from sparsync.transports.agree import digest
 
-POINTS = 12  # evaluations along the way
-SHARES = 8  # one in this many held-out samples is evaluated along the way
+POINTS = 12  # number of evaluations during training
+SHARES = 8  # evaluations during training use one in this many held-out samples
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Row:
     warmup: int
     steps_total: int  # all steps of the row, including untimed ones
     steps_verified: (
-        int  # steps verified by the sum and the law; on the others, totals were only compared
+        int  # steps verified in full, as in ``Verdict``; on the others, totals were only compared
     )
     seed: int
     seconds_25: float

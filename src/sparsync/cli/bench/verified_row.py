@@ -173,9 +173,9 @@ class Verdict(NamedTuple):
 
     Attributes:
         wrong: entries of the total that differ between ranks or from the sum of delivered entries.
-        law_error: the largest |sum(accumulated) - total - sum(residual) - sum(lost)| in units of its
-            tolerance ``(P + 2) 2^-24 sum (max(|accumulated|, |delivered|) + |lost|)``; above 1, the
-            law is broken.
+        law_error: error of the law of conservation: the largest |sum(accumulated) - total -
+            sum(residual) - sum(lost)| in units of its tolerance ``(P + 2) 2^-24 sum
+            (max(|accumulated|, |delivered|) + |lost|)``; above 1, the law is broken.
         entries: entries of the total / min(k, entries of the sum of selections); 1 if dense.
     """
 
@@ -223,7 +223,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
 
 
 def compare(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
-    """Judge a step by one rank's total and the digests of all ranks' totals; skip the law.
+    """Judge a step by one rank's total and all totals' digests; do not check the law of conservation.
 
     ``selected`` is the largest number of entries that any rank selected.  The sum has at least as many
     entries, unless some cancel to 0.

@@ -92,7 +92,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """Measure in turn, print the table, and exit with 1 if a row is slower."""
+    """Measure both installations in turn, print the table, and exit with 1 if a row is slower."""
     parser = argparse.ArgumentParser(description="Compare the speed of two installations.")
     parser.add_argument("release", help="interpreter of the environment with the release")
     parser.add_argument("head", help="interpreter of the environment with the commit to judge")

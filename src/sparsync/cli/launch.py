@@ -116,7 +116,7 @@ def launch(
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves after one has failed.
         lab: an open lab of ``world_size`` ranks to place them in; with None, they use loopback.
-        mpi: let ``mpiexec`` start the ranks, so that MPI connects them as well.
+        mpi: whether ``mpiexec`` starts the ranks, so that MPI also connects them.
 
     Returns:
         The result of rank 0; None on the other ranks of a launcher.

@@ -114,8 +114,8 @@ def command(
 ) -> None:
     """Predict which collective is fastest, and above which bandwidth and density dense is faster.
 
-    Times are those of the busiest rank for one step: selection and exchange.  With --optimizer, the
-    memory of a rank is also predicted; if no network is given, only the memory.  No training is run.
+    A time covers one step's selection and exchange on the busiest rank.  With --optimizer, the memory of
+    a rank is also predicted; if no network is given, only the memory is.  No training is run.
     """
     require(not (all_ and algorithm), "--all and --algorithm; choose one of them")
     alone = json == Path("-")

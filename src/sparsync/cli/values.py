@@ -1,4 +1,4 @@
-"""Checks of the commands' values before anything starts: bounds of numbers, files, memory.
+"""Checks of the commands' options before anything starts: ranges of numbers, files, and memory.
 
 A type in this module is annotated with a rule.  ``checked`` applies the rules to a command's parameters.
 ``check_fields`` applies them to a settings class, which can also be used without a command line.

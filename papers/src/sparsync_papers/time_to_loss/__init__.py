@@ -6,7 +6,7 @@ data and the length of the run. This study fits it to curves of models with 0.1 
 the fit does not hold for other models.
 
     =================  =======================================================================
-    ``steps_to_loss``  the steps of a method over those of dense: the fit, and its error
+    ``steps_to_loss``  a method's number of steps relative to dense: the fit, and its error
     ``methods``        the seconds per step of whole methods, and the first to reach a loss
     ``command``        ``sparsync time-to-loss``
     =================  =======================================================================

@@ -42,8 +42,8 @@ def draw_from_bucket(
 class LineBuckets:
     r"""The lines of a text, sorted by length and divided into buckets of similar lengths.
 
-    Every byte of a line is predicted: its tokens begin with the previous newline, and its targets
-    end with its own newline.
+    Every byte of a line is predicted: the line's tokens begin with the previous newline, and its
+    targets end with the newline that ends the line.
 
     Args:
         text: `[bytes]` with ``torch.uint8``.
@@ -53,7 +53,7 @@ class LineBuckets:
 
     Attributes:
         starts: `[lines]`, the position in the text at which the tokens of each line begin.
-        lengths: `[lines]`, ascending: number of tokens, and of targets, of each line.
+        lengths: `[lines]`, ascending: each line's number of tokens, which equals its number of targets.
         padded_lengths: `[lines]`: the longest length in each line's bucket.
         mean_length: mean of ``padded_lengths``.
 

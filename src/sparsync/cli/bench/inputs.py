@@ -22,7 +22,7 @@ __all__ = ["INPUTS", "Draw", "Input", "gradient", "input_named"]
 _CLUSTERS = 5  # number of clusters of large entries
 _CLUSTER_FRACTION = 64  # each cluster is n / 64 wide: together 7.8 % of the vector
 _OVERLAP = 1 / 64  # fraction of the elements that are large on all ranks
-_NOISE = 1e-3  # magnitude outside the clusters, relative to inside
+_NOISE = 1e-3  # magnitude outside the clusters, relative to the magnitude inside
 _DOMINANCE = 100.0  # factor on the entries of the dominating rank
 
 
@@ -83,7 +83,7 @@ def input_named(kind: str) -> Input:
 
 
 def _generator(*key: object) -> torch.Generator:
-    """Return a generator whose stream is independent of those of other keys."""
+    """Return a generator for a key; different keys give independent streams."""
     digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 

@@ -159,7 +159,7 @@ class WatchedReducer:
 class Evidence:
     """The vectors of one rank in one step; see the life of a gradient in ``sparsync``."""
 
-    # `[n]`, the last step's residual plus the gradient, computed independently
+    # `[n]`, the last step's residual plus the gradient, computed independently of the reducer
     accumulated: Tensor
     residual: Tensor  # `[n]`, after the commit
     selected: Vector  # the vector that entered the collective

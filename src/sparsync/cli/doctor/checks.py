@@ -19,8 +19,8 @@ __all__ = ["Check", "check_facts", "check_links", "equal"]
 class Check:
     """One line of the page.
 
-    "note" means that training works, but that the fact costs time or may surprise.  "bad" means that
-    training goes wrong, or is much slower than it could be.
+    "note" means that training works, but the fact costs time or may come as a surprise.  "bad" means
+    that training goes wrong, or is much slower than it could be.
     """
 
     level: Literal["ok", "note", "bad"]

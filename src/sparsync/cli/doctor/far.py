@@ -131,7 +131,7 @@ def _narrow(needed: float, everyone: Sequence[Facts]) -> Iterator[Check]:
 
 
 def _differing(everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Report ranks whose kernel settings differ from those of most ranks."""
+    """Report ranks whose kernel settings differ from most other ranks'."""
     for name in dict.fromkeys(name for facts in everyone for name in facts.tcp):
         values = [" ".join(map(str, facts.tcp.get(name, ("unknown",)))) for facts in everyone]
         advice = "set the same on all ranks: the slowest sets the pace"

@@ -74,9 +74,9 @@ def command(
     """Run any script, unchanged, with every rank behind a real slow link of this machine (Linux).
 
     Each rank is a process in its own network namespace, with the environment variables that torchrun
-    sets. Its output lines are prefixed with [RANK]. At the end the command prints the seconds, and the
-    bytes in and out of every rank as the kernel counts. The exit code is that of the rank that failed
-    first, or 0.
+    sets. Its output lines are prefixed with [RANK]. At the end, the command prints the seconds, and the
+    bytes that every rank sent and received, as counted by the kernel. If a rank fails, the exit code is
+    the first failed rank's; otherwise, it is 0.
     """
     settings = LabSettings(**fields)
     parse_links(lab, settings.ranks)

@@ -88,8 +88,8 @@ def command(
 ) -> None:
     """Train a linear model on sparse data, data-parallel, with a lossless sparse exchange.
 
-    Messages are as sparse as the data, and nothing is dropped, so losses equal those of the dense
-    exchange (--compare dense). Starts local ranks, or runs inside a launcher's.
+    Messages are as sparse as the data, and nothing is dropped, so losses are the same as with the
+    dense exchange (--compare dense). Starts local ranks, or runs inside a launcher's.
     """
     if predict is not None:
         training = {"exchange": exchange, "compare": compare, "aggregation": aggregation}

@@ -110,7 +110,7 @@ class SimulationSettings:
     ] = 0.25
     baselines: bool = True  # add "Dense" and "DenseOvlp"
     seed: Annotated[Seed, option("Seed of gradients and computation times.")] = 0
-    memory: float = 2e9  # approximate bytes that all virtual ranks may take together
+    memory: float = 2e9  # approximate bytes that all virtual ranks together may occupy
 
     def __post_init__(self) -> None:
         # refuse unknown names and invalid options

@@ -317,7 +317,7 @@ class _Run:
         return self.random.expovariate(1 / self.mean)
 
     def _kill(self, lab: Lab | None, address: str) -> None:
-        """Kill and restart a contributing rank, provided that other ranks contribute as well."""
+        """Kill and restart a contributing rank if other ranks also contribute."""
         living = self._contributing()
         if len(living) < 2:
             return

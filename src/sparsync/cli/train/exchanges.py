@@ -171,7 +171,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
 
 
 def _check_used(settings: TrainSettings, found: Sequence[Named]) -> None:
-    """Refuse options that none of the algorithms has, and say which ones send in the clear."""
+    """Refuse options that no algorithm uses; with encryption, say if one sends unencrypted."""
     schemes = [one for one in found if one.name in SCHEMES]
     local = settings.space == "local"  # its exchange accepts every algorithm, even "dense"
     plain = [one for one in found if one.name in ("dense", *HOOKS) and not local]

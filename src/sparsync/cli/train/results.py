@@ -93,9 +93,9 @@ class TrainResult:
 
 
 def seconds_of_all(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Return the seconds of each step over all ranks, given those of each rank.
+    """Return the duration of each step over all ranks, given every rank's seconds per step.
 
-    Some ranks may be ahead of others, so a step ends when the last rank has finished it.
+    Some ranks may be ahead of others; a step ends when the last rank has finished it.
 
     Example:
         >>> seconds_of_all([[1.0, 1.0, 4.0], [3.0, 1.0, 1.0]])

@@ -84,7 +84,7 @@ class Comparison:
     """A number stated in a paper's text, and this run's number."""
 
     what: str  # the quantity
-    says: str  # in the paper's words or numbers
+    says: str  # the paper's statement, in words or numbers
     where: str  # the paper's section, figure or table
     ours: str  # this run's number with its unit
     same: bool  # whether this run's number supports the paper's conclusion

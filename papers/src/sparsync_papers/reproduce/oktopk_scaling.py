@@ -130,13 +130,13 @@ SCHEMES = (
 class Effective:
     """Seconds per message, byte and element, including host staging, packing and summing."""
 
-    alpha: float  # per message
-    beta: float  # per byte of sparse messages
+    alpha: float  # seconds per message
+    beta: float  # seconds per byte of sparse messages
     # seconds per byte of dense messages, including sums and the copies of all n elements to the
     # host and back
     beta_dense: float
-    threshold: float  # per element, to select by a threshold
-    sort: float  # per element, to select by PyTorch's ``topk``
+    threshold: float  # seconds per element to select by a threshold
+    sort: float  # seconds per element to select by PyTorch's ``topk``
     computation: tuple[float, float, float]  # forward, backward and input pipeline, for each model
     buckets: int = _BUCKETS  # number of buckets of DenseOvlp
 
@@ -233,8 +233,8 @@ def fit(alpha: float = _ALPHA) -> Effective:
             for s in STATEMENTS
         ]
 
-    # at this point, messages are long enough to be DenseOvlp's bottleneck, so that the errors here and
-    # at the solution belong to the same linear function
+    # at this point, messages are so long that they are DenseOvlp's bottleneck, as in the solution; so
+    # the errors at both points belong to one linear function
     bound = torch.tensor([0.0, 1e-6, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     units = torch.tensor([1e-9, 1e-9, 1e-9, 1.0, 1.0, 1.0], dtype=torch.float64)
     start = torch.tensor(off(bound.tolist()), dtype=torch.float64)

@@ -35,7 +35,7 @@ Choice = Callable[[str, Tensor], bool]  # chooses parameters by name and value
 class Recipe:
     """A model, and its settings for SGD with momentum."""
 
-    name: str  # for tables
+    name: str  # name in tables
     workload: Workload  # data and loss
     make_model: Callable[[int], nn.Module]  # makes the model from a seed
     lr: float  # learning rate for dense, which all algorithms use

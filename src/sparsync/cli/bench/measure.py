@@ -97,7 +97,7 @@ class Outcome:
     """The outcome of one step over all ranks."""
 
     seconds: float  # the whole ``reduce()`` on the slowest rank
-    exchange: float | None  # from selection to total on the slowest rank; None: not timed alone
+    exchange: float | None  # seconds from selection to total on the slowest rank; None: not timed
     sent: int  # largest number of bytes that a rank sent
     received: int
     verdict: Verdict
@@ -114,9 +114,9 @@ class Measured:
     """The measurements of all steps of a row."""
 
     transport: str  # carrier of the bytes: "sim", "torch", "zmq" or "mpi"
-    outcomes: list[Outcome]  # of all steps
-    whole: list[Outcome]  # of the steps timed as a whole
-    alone: list[Outcome]  # of the steps whose exchange was timed alone
+    outcomes: list[Outcome]  # outcomes of all steps
+    whole: list[Outcome]  # outcomes of the steps timed as a whole
+    alone: list[Outcome]  # outcomes of the steps whose exchange was timed alone
     warmup: int  # number of steps before the timed ones
     stages: Mapping[str, float] = field(
         default_factory=dict

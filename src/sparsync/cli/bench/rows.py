@@ -55,7 +55,7 @@ class Row:
     seconds_25: float
     seconds_median: float  # seconds of the whole ``reduce()``: accumulate, select, exchange, commit
     seconds_75: float
-    seconds_exchange_median: float  # from selection to total, with a common start
+    seconds_exchange_median: float  # seconds from selection to total, with a common start
     seconds_local_median: float  # the whole minus the exchange
     seconds_add_median: float | None  # seconds of ``residual.add_(gradient)`` on all ranks at once
     processor_exchange_median: (

@@ -35,9 +35,9 @@ class ScriptResult:
     command: list[str]
     ranks: int
     links: str  # as ``parse_links`` reads them
-    exit_code: int  # of the rank that failed first, else 0; 128 + N: ended by signal N
+    exit_code: int  # the first failed rank's exit code, or 0; 128 + N: ended by signal N
     exit_codes: list[int]
-    seconds: float  # from the moment when all ranks had sent something until the last rank ended
+    seconds: float  # seconds from the time when all ranks had sent data to the last rank's end
     seconds_start: float  # seconds before that: imports, and building the model
     bytes_sent: list[int]  # bytes on the rank's link, as counted by the kernel
     bytes_received: list[int]

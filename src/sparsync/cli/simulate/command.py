@@ -80,10 +80,10 @@ def command(
     plot: Plot = None,
     **fields: Any,
 ) -> None:
-    """Simulate training steps by the algorithms' own code, on virtual ranks under a virtual clock.
+    """Simulate training steps with the algorithms' own code, on virtual ranks with a virtual clock.
 
-    Reports selection, communication and computation time next to Dense (one message) and DenseOvlp
-    (25 MiB buckets, exchanged during the backward pass).
+    Reports selection, communication and computation time next to those of Dense (one message) and
+    DenseOvlp (25 MiB buckets, exchanged during the backward pass).
     """
     measured = None if machine is None else read_machine(machine)
     seconds, spread = _compute(compute)

@@ -38,7 +38,7 @@ from sparsync.transports.sim import Links, Topology
 
 __all__ = ["SPREAD", "Contender", "Scheme", "SimulationSettings"]
 
-SPREAD = "spread"  # the sparse input: every rank holds 2 k elements, whatever n is
+SPREAD = "spread"  # the sparse input, with which a rank holds 2 k elements, however large n is
 Buckets = Annotated[int, Bounds(1, 1000)]  # each bucket costs a separate exchange
 _BUCKET_ELEMENTS = 25 * 2**20 // 4  # DDP's default buckets have 25 MiB
 
@@ -78,9 +78,7 @@ class SimulationSettings:
     links: Topology = field(default_factory=lambda: Links(alpha=20e-6, beta=0.8e-9))
     compute: Seconds = 0.0  # seconds of a rank's forward and backward pass
     spread: Seconds = 0.0  # standard deviation of ``compute`` over ranks and steps, in seconds
-    stragglers: tuple[
-        tuple[int, float], ...
-    ] = ()  # ranks, and the factors by which they compute slower
+    stragglers: tuple[tuple[int, float], ...] = ()  # (rank, factor by which it computes slower)
     overlap: Annotated[
         bool, Option("--overlap", help="Exchange buckets during the backward pass.")
     ] = False

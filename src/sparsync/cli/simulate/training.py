@@ -53,8 +53,8 @@ _GATHERING = (
     "gaussiank",
     "redsync",
     "redsync-quantized",
-)  # hold P k entries in messages
-# fraction of the computation: backward has two matrix products per layer, forward has one
+)  # with these algorithms, messages hold P k entries
+# the backward pass's share of the computation: it has two matrix products per layer, forward has one
 _BACKWARD = 2 / 3
 
 
@@ -74,7 +74,7 @@ class SimulatedStep:
     phases: dict[str, dict[str, float]]
     ports: dict[
         str, dict[str, list[float]]
-    ]  # of ranks, then of nodes: bytes and busy seconds, in each direction
+    ]  # for ranks, then for nodes: bytes and busy seconds in each direction
 
 
 @dataclass(frozen=True)

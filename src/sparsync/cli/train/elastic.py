@@ -104,7 +104,7 @@ class ElasticResult:
     return_seconds_median: float | None  # from a rank's start until its first contribution
     return_seconds_max: float | None
     throughput_of_fault_free: float  # contributions per second, relative to the run without faults
-    throughput_of_present: float  # the same, divided by the fraction of ranks that were alive
+    throughput_of_present: float  # the same, divided by the mean fraction of present ranks
     participation_mean: float  # contributions per step and rank
     lost_norm: float  # norm of the residuals lost with the killed ranks
     replicas_equal: bool
@@ -112,7 +112,7 @@ class ElasticResult:
     eval_loss_fault_free: float
     seconds: float  # from the common start to the last step
     seconds_fault_free: float
-    loss: list[float]  # per step, mean over contributing ranks
+    loss: list[float]  # loss of each step, mean over contributing ranks
     present: list[int]  # number of contributing ranks per step
     present_fault_free: list[int]
 
@@ -151,7 +151,7 @@ def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> Elastic
         with ThreadPoolExecutor(max_workers=1 + waits) as pool:
             try:
                 free, faulty = pool.map(play, ("without faults", f"kill {kill}"), (0.0, mean))
-            except BaseException:  # a run has failed, or this thread, as the only one, got Ctrl-C
+            except BaseException:  # a run failed, or Ctrl-C, which interrupts only this thread
                 stopped.set()
                 raise
     return faulty.over(free)
@@ -192,13 +192,13 @@ class _Run:
         self, settings: TrainSettings, algorithm: str, mean: float, stopped: Event
     ) -> None:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
-        self.stopped = stopped  # by Ctrl-C, or by another run's failure
+        self.stopped = stopped  # set by Ctrl-C, or when another run fails
         check_local_ranks()
         self.context = fork_server("sparsync", "torch._dynamo")
         self.random = random.Random(settings.seed)
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, Any] = {}
-        self.applied: dict[int, dict[int, Applied]] = {}  # by step, then by rank
+        self.applied: dict[int, dict[int, Applied]] = {}  # step -> rank -> report
         self.starts: list[tuple[float, int]] = []
         self.ready: set[int] = set()  # ranks that wait at the start line
         self.began = 0.0  # the time when the first ranks were released together; 0 before that

@@ -45,7 +45,7 @@ __all__ = [
     "make_exchange",
 ]
 
-_GROUP = "sparsync.spaces"  # of entry points: (settings, algorithm, model) -> Exchange
+_GROUP = "sparsync.spaces"  # group of entry points: (settings, algorithm, model) -> Exchange
 HOOKS = ("fp16", "powersgd")
 
 
@@ -137,8 +137,9 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"--target-step {target} asks for the loss of dense, which is not among the algorithms "
             f"{', '.join(algorithms)}; add dense"
         )
-    # Checking the target makes ranks wait for each other after every step.  "updates" is allowed, because
-    # its ranks meet in every second step by default: the timing hardly changes, and not in its favour.
+    # To check the target, ranks wait for each other after every step.  "updates" is allowed, because by
+    # default its ranks meet in every second step anyway: the additional waits are short, and only make it
+    # look slower.
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(

@@ -201,16 +201,16 @@ class _RankReport:
 
     parameters: int = 0  # trained elements
     finish: float = 0.0  # seconds to make all replicas equal
-    loss: list[float] = field(default_factory=list)  # on this rank's batch
-    seconds: list[float] = field(default_factory=list)  # including the rank's delay
-    sent: list[int] = field(default_factory=list)  # bytes
-    received: int = 0  # bytes in total
+    loss: list[float] = field(default_factory=list)  # loss on this rank's batch
+    seconds: list[float] = field(default_factory=list)  # seconds, including the rank's delay
+    sent: list[int] = field(default_factory=list)  # bytes sent
+    received: int = 0  # bytes received in all steps together
     kernel: list[int] = field(default_factory=list)  # bytes sent, as counted on this rank's link
     # for a scheme: number of averages, number with a stale model of this rank, age of the oldest such
     # model in steps, seconds waited
     averaging: list[float] = field(default_factory=list)
-    evaluation: Evaluation = field(default_factory=Evaluation)  # on this rank's share
-    digests: list[str] = field(default_factory=list)  # of the parameters after the last step
+    evaluation: Evaluation = field(default_factory=Evaluation)  # on this rank's held-out share
+    digests: list[str] = field(default_factory=list)  # parameters' digests at the end
 
 
 def _result(

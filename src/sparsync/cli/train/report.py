@@ -144,8 +144,8 @@ def write_plot(results: Sequence[TrainResult], path: Path) -> None:
     """Plot the loss against seconds, against bytes if any were sent, and against steps.
 
     The picture is readable in grey, because each algorithm has its own line style.  Thin lines show
-    single steps, thick ones averages over a twentieth of the run.  A dot marks the step at which a run
-    has reached the target; values above the initial loss are cut off.
+    single steps, and thick lines show averages over a twentieth of the run.  A dot marks the step at
+    which a run has reached the target.  Values above the initial loss are cut off.
     """
     from matplotlib.ticker import EngFormatter
 

@@ -77,8 +77,8 @@ def default_burst(bits_per_second: int) -> int:
     A smaller bucket distorts wire times less.  But if timers and processes wake up later than the bucket
     covers, the link does not reach its rate.  At 1 Gbit/s, a single stream reached 72 % of the rate with
     16 KB, 92 % with 32 KB, and 99 % with 64 KB; dense allreduce on overloaded cores reached 80 % with
-    64 KB, and 90 % with 128 KB.  The bucket therefore covers a millisecond, the typical lateness with two
-    busy cores.  It also holds at least the first window of a TCP connection.
+    64 KB, and 90 % with 128 KB.  The bucket therefore covers a millisecond, the typical lateness with
+    two busy cores.  It also holds at least the first window of a TCP connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
@@ -478,8 +478,8 @@ def ensure_privileges() -> None:
 
     Root may make a lab.  Any other user becomes root of a new user namespace, if the kernel allows it.
     Only a single-threaded process can enter one.  So ``unshare`` executes the same command line again, in
-    the same process and with the same open files.  Call this function first, because everything before it
-    is repeated.
+    the same process and with the same open files.  Call this function first, because everything before
+    it is repeated.
 
     Raises:
         ConfigurationError: the kernel allows neither, or iproute2 is missing.

@@ -25,7 +25,7 @@ _ENTRIES = (1, 8, 32, 128)  # number of entries per rank, out of N
 
 
 def gradients(steps: Sequence[int], ranks: int, *, batch_size: int = 8) -> Iterator[list[Tensor]]:
-    """Train the demo's transformer on one rank; at each of ``steps``, yield a gradient for every rank."""
+    """Train the demo's transformer on one rank; at each of ``steps``, yield a gradient for each rank."""
     text, model = ByteText.of_standard_library(), ByteTransformer(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -126,7 +126,7 @@ class BenchSettings:
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab, simulates=True)
 
     def pace(self) -> Pace:
-        """Return the pace of a row; under the virtual clock, times repeat exactly, so few steps do."""
+        """Return the pace of a row; virtual times repeat exactly, so a short run suffices for them."""
         if not self.connection().simulated:
             return Pace(self.steps, self.warmup)
         return Pace(self.steps or 20, 5 if self.warmup is None else self.warmup)

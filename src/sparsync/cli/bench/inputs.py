@@ -1,7 +1,7 @@
 """Gradients for benches and claim tests, deterministic in (seed, step, rank).
 
-The inputs differ in the positions of the ranks' large entries.  The volume of a sparse collective depends
-on these positions, and on whether they coincide between ranks.
+The inputs differ in the positions of the ranks' large entries.  The volume of a sparse collective
+depends on these positions, and on whether they coincide between ranks.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _best(
     repetitions: int,
     in_place: bool = False,
 ) -> tuple[float, Any]:
-    """Return the fastest time of a call and its last result, which has its arguments if ``in_place``."""
+    """Return a call's fastest time and its last result, which includes its arguments if ``in_place``."""
     best, outcome = float("inf"), None
     for repetition in range(repetitions + 1):
         arguments = make()

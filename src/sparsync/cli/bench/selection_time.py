@@ -243,7 +243,7 @@ def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor
 
 
 def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
-    """Return the lines in order; as the gradient's sign alternates, ``x`` stays near its first values."""
+    """Return the lines in order; as the gradient's sign alternates, ``x`` stays near its first value."""
 
     def move() -> Tensor:
         return x.add_(gradient.neg_())

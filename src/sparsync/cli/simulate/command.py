@@ -120,7 +120,7 @@ def command(
 def _topology(
     network: str | None, measured: Machine | None, ports: str, nodes: int | None, inner: str | None
 ) -> Topology:
-    """Return a topology with the given links, else the measured or default ones; with nodes, if given."""
+    """Return the topology: the given links, else the measured or default ones; with nodes, if given."""
     if network is None and measured is not None:
         links = Links(measured.alpha, measured.beta)
     else:

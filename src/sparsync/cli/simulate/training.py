@@ -41,8 +41,8 @@ __all__ = [
 
 # bytes of memory per held entry: index and value, and half as much again while merging
 _ENTRY_BYTES = 16
-# Full-size dense sums would take seconds to simulate.  Apart from latencies, their times are proportional
-# to n.  So they are scaled down to blocks of this many elements, which need no padding.
+# Full-size dense sums would take seconds to simulate.  Apart from latencies, their times are
+# proportional to n.  So they are scaled down to blocks of this many elements, which need no padding.
 _BLOCK = 64
 _DENSE = ("dense", "ring-dense")
 # with these algorithms, a rank holds at most this number times k, whatever P is; with others, it holds
@@ -143,7 +143,7 @@ def simulate_training(
 def _averaged(
     scheme: Scheme, settings: SimulationSettings, advance: Callable[[int], None]
 ) -> tuple[float, list[SimulatedStep]]:
-    """Return the scale and the steps of a scheme; each step's port traffic is the mean over all steps."""
+    """Return a scheme's scale and steps; the port traffic of each step is the mean over all steps."""
     run = simulate_averaging(scheme, settings, weigher, advance)
     ports, phases = _traffic(run.simulation, run.scale, run.steps)
     messages = max(ledger.total().messages_sent for ledger in run.simulation.ledgers) / run.steps

@@ -448,7 +448,7 @@ class _Run:
         return Evaluation.total(ended.evaluation for ended in self.ended.values()).loss
 
     def _present(self) -> float:
-        """Return the mean fraction of ranks present; a killed rank is away until it contributes again."""
+        """Return the mean fraction of ranks present; a killed rank is absent until it contributes."""
         every, away = self._every(), 0.0
         end = every[-1][0].when
         for when, victim in self.kills:

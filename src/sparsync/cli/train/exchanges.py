@@ -138,8 +138,8 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"{', '.join(algorithms)}; add dense"
         )
     # To check the target, ranks wait for each other after every step.  "updates" is allowed, because by
-    # default its ranks meet in every second step anyway: the additional waits are short, and only make it
-    # look slower.
+    # default its ranks meet in every second step anyway: the additional waits are short, and only make
+    # it look slower.
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(

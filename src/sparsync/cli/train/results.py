@@ -1,7 +1,7 @@
 """Results of trainings: their fields, which are the keys of the JSON, and the time to a loss.
 
-Losses are averaged over the last few steps, never over later ones, which are unknown during the run.  All
-runs see the same data in the same order, so their noise is similar.
+Losses are averaged over the last few steps, never over later ones, which are unknown during the run.
+All runs see the same data in the same order, so their noise is similar.
 """
 
 from __future__ import annotations

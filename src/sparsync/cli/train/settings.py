@@ -93,8 +93,8 @@ _TARGET = "Time to loss: end each run at the loss that dense has at this step, a
 class TrainSettings:
     """Settings that all algorithms of a comparison share; every field is an option of the command.
 
-    The constructor fills in the fields whose defaults depend on the workload and the optimizer.  In other
-    fields, None stands for the default of the workload or the scheme.
+    The constructor fills in the fields whose defaults depend on the workload and the optimizer.  In
+    other fields, None stands for the default of the workload or the scheme.
     """
 
     ranks: Annotated[Ranks, ranks_option(4)] = 4
@@ -277,8 +277,8 @@ class TrainSettings:
             bool(hidden),
             f"--optimizer muon is for hidden matrices, and {self.workload} has none; choose adamw",
         )
-        # with this adjustment, Muon's updates are as large as AdamW's, so both can use the same rate (Liu
-        # et al., 2025, section 2.2)
+        # with this adjustment, Muon's updates are as large as AdamW's, so both can use the same rate
+        # (Liu et al., 2025, section 2.2)
         muon = torch.optim.Muon(
             hidden, lr=self.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
         )

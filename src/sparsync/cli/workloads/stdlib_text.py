@@ -232,8 +232,8 @@ class BytesWorkload(TextWorkload):
 class ByteLstm(nn.Module):
     """An LSTM that predicts the next byte of a text: RedSync's recurrent test case in a small form.
 
-    The weights of the embedding and the output layer are not tied (as in the paper).  Every window starts
-    from a zero state, so the gradient is truncated at the start of the window.
+    The weights of the embedding and the output layer are not tied (as in the paper).  Every window
+    starts from a zero state, so the gradient is truncated at the start of the window.
 
     Example:
         >>> model = ByteLstm(seed=0)

@@ -241,7 +241,7 @@ class Workload(ABC):
         raise NotImplementedError
 
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """Yield a rank's share of the held-out samples, by default ``held_out``'s; no seed affects it."""
+        """Yield a rank's share of the held-out samples, by default ``held_out``'s, for any seed."""
         inputs, targets = (part[rank::world_size] for part in self.held_out())
         for start in range(0, len(inputs), batch_size):
             part = slice(start, start + batch_size)
@@ -275,7 +275,7 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter is a weight matrix other than an embedding or the output layer ("head").
 
     Selecting k entries of every block assumes that large entries are spread evenly, as they are in the
-    gradients of such matrices.  In embeddings and the output layer, they concentrate in the rows of a few
-    bytes.
+    gradients of such matrices.  In embeddings and the output layer, they concentrate in the rows of a
+    few bytes.
     """
     return parameter.dim() >= 2 and "embedding" not in name and not name.startswith("head.")

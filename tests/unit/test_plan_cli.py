@@ -142,9 +142,9 @@ def test_the_memory_of_a_rank_needs_no_network(command):
     assert (code, err) == (0, "")
     assert found["training itself"] == {"name": "training itself", "device": 140 * 10**9, "host": 0}
     # one float per parameter on the device and one on the host; with offload, both on the host
-    assert found["updates"]["host"] == 28 * 10**9 < found["updates"]["device"] < 30 * 10**9
+    assert found["updates"]["host"] == 28 * 10**9 < found["updates"]["device"] < 34 * 10**9
     offloaded = found["updates, offload=True"]
-    assert offloaded["device"] < 0.15 * 28 * 10**9 and offloaded["host"] == 56 * 10**9
+    assert offloaded["device"] < 0.2 * 28 * 10**9 and offloaded["host"] == 56 * 10**9
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ Training needs memory for the weights, the gradients, DDP's buckets, and the opt
 ``attach`` adds, depending on whether gradients or updates are exchanged::
 
     gradients   the residual, n words, and 12 bytes for each of k entries
-    updates     the shared weights and the residual, n words each, and an exchange's messages: bits
-                per element, sent and received in two rounds
+    updates     the shared weights and the residual, n words each, and an exchange's messages: a few
+                bits per element, of which an exchange holds three per element
 
 For a GPT with 124 million parameters, measured additions were 1.1 words per parameter for gradients, and
 2.0 to 2.1 for updates (``benchmarks/memory_gpt.md``).
@@ -28,9 +28,9 @@ Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 _STATES: Final = MappingProxyType({"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1})
 _REPLICA: Final = 3  # weights, gradients, DDP's buckets
 _ENTRY: Final = 12  # bytes of a selected entry: its index, its value, its position in a message
-_BITS: Final = (
-    1 + 16 / 256
-)  # bits per element of an update in each direction, including its share of a block's scale
+# the default for models above a million parameters: 2 bits per element, and a scale of 16 bits per block
+_BITS: Final = 2 + 16 / 512
+_MESSAGES: Final = 3  # an exchange's own message, and those of both rounds that it holds
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
         >>> for one in footprints(10**9, 10**7, "adamw")[:2]:
         ...     print(one.name, one.device / 1e9, one.host / 1e9)
         training itself 20.0 0.0
-        updates 4.265625 4.0
+        updates 4.76171875 4.0
     """
     known = get_args(Optimizer)
     require(optimizer in known, f"optimizer is {optimizer!r}; choose one of {', '.join(known)}")
     vector = WORD_BYTES * size
-    messages = int(size * _BITS / 8 * 2)
+    messages = int(size * _BITS / 8 * _MESSAGES)
     training = Footprint("training itself", (_REPLICA + _STATES[optimizer]) * vector, 0)
     if optimizer.startswith("sgd"):
         return [training, Footprint("gradients", vector + _ENTRY * k, 0)]

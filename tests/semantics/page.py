@@ -24,13 +24,17 @@ whether they work with each integration.
 - *-*: the practice does not exist there.
 - *untested*: the code accepts it, but no test has run all of it.
 
-The columns are `sparsync.attach` with a DDP model, exchanging gradients; the same with
-`exchange="updates"` and the optimizer, which is the default for AdamW and Muon; `UpdateSpaceSGD` and
-`UpdateSpaceAdamW` of `sparsync_papers`; and the averagers of `sparsync.averaging`.
+The columns stand for four integrations:
+
+- `attach`: `sparsync.attach` with a DDP model, exchanging gradients;
+- `updates`: `sparsync.attach` with the optimizer and `exchange="updates"`, the default for AdamW and
+  Muon;
+- `UpdateSpace`: the optimizers `UpdateSpaceSGD` and `UpdateSpaceAdamW` of `sparsync_papers`;
+- `averaging`: the averagers of `sparsync.averaging`.
 
 If everything is exchanged (density 1, period 1) with SGD, all four are equivalent to training in one
-process with the batches of all ranks. Each set-up is therefore trained by all four and in one process,
-and the weights must agree. At density 10 %, every step must satisfy
+process with the batches of all ranks. Each set-up is therefore trained by all four integrations and in
+one process, and the weights must agree. At density 10 %, every step must satisfy
 
     sum over ranks(residual + gradient) == world_size * average + sum over ranks(residual afterwards)
 

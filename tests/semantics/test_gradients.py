@@ -41,9 +41,10 @@ _SUM = "works. Gradients are local, so they add up as usual."
 
 @practice(
     "gradient accumulation under `no_sync()`",
-    attach="works. The sum over micro-batches is exchanged once, with the last one; below density "
-    "1, the undelivered part stays in the residual. As with plain DDP, the forward pass decides, "
-    "so it must be inside the context as well.",
+    attach="works. The sum over micro-batches is exchanged once, with the last "
+    "micro-batch; below density 1, the undelivered part stays in the residual. As with "
+    "plain DDP, the forward pass determines whether gradients are exchanged, so it must "
+    "be inside the context as well.",
     updates=_SUM,
     local=f"{_SUM} Call `step()` once per optimizer step.",
     UpdateSpace=f"{_SUM} They are exchanged in `step()`.",
@@ -54,8 +55,8 @@ def test_no_sync(column):
 
 @practice(
     "several backward passes per step without `no_sync()`",
-    attach="works. Each pass is exchanged together with the current content of the gradients; the "
-    "law holds over both passes. This costs one exchange per pass.",
+    attach="works. Each pass is exchanged together with the values that are already in "
+    "`parameter.grad`; the law holds over both passes. This costs one exchange per pass.",
     local=_SUM,
 )
 def test_backward_twice(column):
@@ -129,8 +130,8 @@ def _second_backward_is_refused():
     "`backward(create_graph=True)`",
     attach="refused. The graph of a gradient does not pass through the exchange. "
     "`torch.autograd.grad` before `backward()` works.",
-    updates="refused. DDP raises torch's \"a leaf Variable that requires grad is being used in an "
-    'in-place operation"; give the plain module.',
+    updates="refused. DDP raises torch's \"a leaf Variable that requires grad is being "
+    'used in an in-place operation"; pass the plain module to `attach` instead.',
     local="works. Gradients and their graphs are local.",
 )
 def test_graphs_of_gradients(column):
@@ -176,8 +177,9 @@ practice(
     "NaN or Inf on one rank",
     attach="works. All ranks raise, skip or propagate together (`nonfinite=`); residuals are unchanged. "
     "(tests/distributed/test_ddp.py::test_nonfinite_gradients_are_refused_collectively)",
-    updates="works. All ranks return to their weights after the last exchange, and the affected "
-    "rank drops moments that are not finite; a second time in a row raises an error. "
+    updates="works. Every rank returns to the weights that it had after the last "
+    "exchange, and the affected rank drops moments that are not finite; a second "
+    "occurrence in a row raises an error. "
     "(tests/distributed/test_updates.py::test_nan_on_one_rank_brings_all_back)",
     UpdateSpace="works. All ranks raise; weights, residuals and the affected rank's moments are "
     "unchanged. "
@@ -191,8 +193,8 @@ practice(
 
 @practice(
     "sparse (COO) gradients: embeddings with `sparse=True`",
-    attach="works. They are accumulated into a dense residual, and become COO gradients with the "
-    "delivered rows.",
+    attach="works. They are accumulated into a dense residual; the averages are COO "
+    "gradients again, with the delivered rows.",
     updates="works. The local optimizer consumes them; weights are exchanged.",
     UpdateSpace="refused. Build the embedding with `sparse=False`.",
     averaging="works. The local optimizer consumes them; weights are averaged.",
@@ -222,19 +224,19 @@ def test_autocast(column):
     same_training(column, loss=loss, tolerance=2e-3)
 
 
-_OWN_SCALE = "works. Every rank has its own scale;"
+_OWN_SCALE = "works. Every rank has its own scale."
 
 
 @practice(
     "AMP: `GradScaler`, with an overflow on one rank",
     attach="works. With `Monitoring(scaler=...)`, all ranks skip the step and lower their scales, "
     "and residuals are unchanged.",
-    updates=f"{_OWN_SCALE} a step that `scaler.step(optimizer)` skips also counts there, whether or not "
-    "`Monitoring(scaler=...)` is given. "
+    updates=f"{_OWN_SCALE} A step that `scaler.step(optimizer)` skips still counts as a local step, "
+    "whether or not `Monitoring(scaler=...)` is given. "
     "(tests/distributed/test_updates.py::test_a_step_that_only_one_rank_skips_still_counts)",
-    UpdateSpace="refused. If one rank skipped its `step()`, the others would wait for it. bfloat16 needs "
-    "no scaler.",
-    averaging=f"{_OWN_SCALE} a rank that skips its step averages its previous model.",
+    UpdateSpace="refused. If one rank skipped its `step()`, the others would wait for it. "
+    "Use bfloat16, which needs no scaler.",
+    averaging=f"{_OWN_SCALE} A rank that skips its step contributes its unchanged model.",
 )
 def test_scaler(column):
     if column == "UpdateSpace":
@@ -286,9 +288,10 @@ def _update_space_takes_no_scaler():
 
 
 @practice(
-    "AMP: `GradScaler` with a fused optimizer, which is called for a step that it is to skip",
+    "AMP: `GradScaler` with a fused optimizer, whose `step()` is called even where it "
+    "must skip the step",
     attach="works. As without `fused=True`.",
-    updates="works. A skipped step moves no weights, but counts. "
+    updates="works. A skipped step changes no weights, but counts as a local step. "
     "(tests/unit/test_stepping.py::test_what_a_scaler_skips_counts_once)",
     averaging="works. As without `fused=True`.",
 )
@@ -297,10 +300,11 @@ def test_fused_scaler(column):
 
 
 @practice(
-    "AMP: a `GradScaler` that `attach` was not given, or another one than it was given",
-    attach="refused. The residual would keep the scale of the step that wrote it. The first "
-    "`scaler.step(optimizer)` refuses this; an overflow before it raises an error that names `scaler=`. "
-    "A disabled scaler is not refused. The same holds without DDP (`replicate=`).",
+    "AMP: a `GradScaler` other than the one passed to `attach`, or with none passed",
+    attach="refused. The residual would keep the scale of the step that wrote it. The "
+    "first `scaler.step(optimizer)` raises an error; if an overflow comes first, its "
+    "error names `scaler=`. A disabled scaler is not refused. The same holds without DDP "
+    "(`replicate=`).",
     updates="works. Updates have no scale. "
     "(tests/unit/test_stepping.py::test_what_a_scaler_skips_counts_once)",
 )
@@ -329,8 +333,9 @@ def test_a_scaler_that_attach_does_not_know(column):
 
 @practice(
     "an overflow under `GradScaler` with a `nonfinite=` other than 'propagate'",
-    attach="refused. `attach` refuses the two together; without `scaler=`, 'raise' raises an error that "
-    "names it, and with 'skip' there are no gradients, so `scaler.step` refuses the scaler.",
+    attach="refused. `attach` refuses `scaler=` together with such a setting. Without "
+    "`scaler=`, 'raise' raises an error that names `scaler=`; with 'skip', there are no "
+    "gradients, so `scaler.step` raises an error.",
 )
 def test_scaler_needs_propagate(column):
     for policy, error, words in (
@@ -377,8 +382,8 @@ def test_float16(column):
 
 @practice(
     "a total that float16 cannot hold",
-    attach="refused. An entry may be delivered for several steps at once; above 65504, all ranks "
-    "refuse the step as if it held Inf. Prefer bfloat16.",
+    attach="refused. A delivered entry may be the sum of several steps; if it exceeds "
+    "65504, all ranks refuse the step as if it contained Inf. Prefer bfloat16.",
 )
 def test_float16_does_not_overflow(column):
     net = nn.Linear(10, 1, bias=False).half()

@@ -48,17 +48,19 @@ practice = section(__name__, "Loops")
 
 BATCHES = (2, 6)  # of rank 0 and 1
 
-_STEP = "works. A rank without batches stops training, but calls `step()` as often as the others:"
+_STEP = "works. A rank without batches stops training, but calls `step()` as often as the others."
 
 
 @practice(
     "uneven inputs",
-    attach="works. `with ddp.join():`. A rank without batches contributes zero gradients and still "
-    "delivers its residual; averages are over all ranks; the remaining residual is kept and saved.",
-    updates="works. A rank without batches calls `sync.step()` as often as the others' optimizers step; "
-    "it needs two batches, unless the module is plain. `join()` is refused.",
-    UpdateSpace=f"{_STEP} without gradients, its residual is delivered.",
-    averaging=f"{_STEP} its weights follow the average and count in it.",
+    attach="works. Use `with ddp.join():`. A rank without batches contributes zero "
+    "gradients and still delivers its residual; averages are over all ranks; the "
+    "remaining residual is kept and saved.",
+    updates="works. A rank without batches calls `sync.step()` as often as the other "
+    "ranks' optimizers step. With DDP, every rank needs at least two batches. `join()` is "
+    "refused.",
+    UpdateSpace=f"{_STEP} Without new gradients, these calls deliver its residual.",
+    averaging=f"{_STEP} Its weights follow the average and count in it.",
 )
 def test_uneven_inputs(column):
     if column == "attach":
@@ -312,14 +314,17 @@ def gradient_of(model, step, rank):
     return gradients(model)
 
 
-_COUNTED = "works. Gradients are local, so they are dropped; only the optimizer's step counts."
-_QUIET = "Within `no_sync()`, or by `torch.autograd.grad`;"
+_COUNTED = (
+    "works. Gradients are local, so dropping them affects no other rank; only the optimizer's step "
+    "counts."
+)
+_QUIET = "Run it within `no_sync()`, or use `torch.autograd.grad`."
 
 
 @practice(
     "a backward pass whose gradients are dropped: adversarial inputs (FGSM), a GAN's other player",
-    attach=f"works. {_QUIET} else it is exchanged as any other, as by plain DDP, and what is not "
-    "delivered of it comes with the next.",
+    attach=f"works. {_QUIET} Otherwise, it is exchanged like any other, as by plain DDP, and later "
+    "exchanges deliver the rest of it.",
     local=_COUNTED,
 )
 def test_dropped_gradients(column):
@@ -336,8 +341,8 @@ def test_dropped_gradients(column):
     "a pass that one rank does alone (`find_executable_batch_size`)",
     attach="works. Use `no_sync()`; otherwise, the pass waits for the other ranks, as under plain "
     "DDP.",
-    updates=f"{_COUNTED} Before the first step of a DDP model use `no_sync()`, as under plain DDP, which "
-    "makes its buckets anew in the second pass of all ranks.",
+    updates=f"{_COUNTED} Before the first step of a DDP model, use `no_sync()`, as under plain "
+    "DDP: it rebuilds its buckets in the second pass, in which all ranks must take part.",
     local=_COUNTED,
 )
 def test_a_pass_of_one_rank(column, folder):
@@ -363,7 +368,7 @@ def test_a_pass_of_one_rank(column, folder):
 
 @practice(
     "accumulation without `no_sync()`, a micro-batch without a loss on one rank",
-    attach="works. That rank's part of its exchange is zero.",
+    attach="works. In the exchange of that micro-batch, this rank contributes zeros.",
     local="works. Gradients are local; the optimizer's step counts, whatever the gradients are.",
 )
 def test_a_micro_batch_without_a_loss(column):
@@ -379,9 +384,10 @@ practice(
     attach="refused. The others wait for its `backward()`, and raise an error at their deadline, "
     "as under plain DDP. "
     "(tests/distributed/test_faults.py::test_a_frozen_rank_is_named_at_the_deadline)",
-    updates="refused. `finish()` and `save` name both counts of local steps. Call `sync.step()` instead. "
-    "(tests/distributed/test_updates.py"
-    "::test_other_numbers_of_steps_are_told_by_finish_and_save)",
+    updates="refused. `finish()` and `save` raise an error that names the ranks' "
+    "different numbers of local steps. Call `sync.step()` in place of the omitted "
+    "iteration. "
+    "(tests/distributed/test_updates.py::test_other_numbers_of_steps_are_told_by_finish_and_save)",
 )
 
 
@@ -391,7 +397,7 @@ practice = section(__name__, "Optimizers")
 @practice(
     "SGD",
     attach="works. Replicas are bit-identical.",
-    local="works. With density 1 and period 1 it equals training on the averaged gradient.",
+    local="works. With density 1 and period 1, this equals training on the averaged gradient.",
 )
 def test_sgd(column):
     same_training(column)
@@ -420,8 +426,9 @@ practice(
 
 @practice(
     "Adam and AdamW",
-    attach="works. Exact at density 1; at lower densities, `attach(optimizer=)` warns that the "
-    "second moment differs from dense training's.",
+    attach="works. At density 1, this equals dense training. At lower densities, the "
+    "second moment differs from that of dense training, and `attach(optimizer=)` warns "
+    "about this.",
     updates="works. `attach(model, optimizer)` chooses this exchange; moments are local, and no "
     "update is lost.",
     UpdateSpace="works. `UpdateSpaceAdamW`: moments are local.",
@@ -491,9 +498,9 @@ def test_several_optimizers(column):
 @practice(
     "an optimizer that is not the one that was attached: replaced later, or one of several",
     attach="works. `attach` needs no optimizer.",
-    updates="refused. Its steps would never be exchanged; it is refused before the first one. "
-    "After replacing an optimizer (staged unfreezing), call `finish()` and `close()`, and attach "
-    "again on all ranks.",
+    updates="refused. Its steps would never be exchanged, so it is refused before the "
+    "first one. After replacing an optimizer (staged unfreezing), call `finish()` and "
+    "`close()`, and attach again on all ranks.",
     averaging="works. `step()` averages after any optimizer's step.",
 )
 def test_other_optimizers(column):
@@ -616,7 +623,8 @@ _INSIDE = (
 
 
 @practice(
-    "optimizers inside `backward()`, from hooks of parameters (`register_post_accumulate_grad_hook`)",
+    "optimizers inside `backward()`, called by parameter hooks "
+    "(`register_post_accumulate_grad_hook`)",
     attach=_INSIDE,
     updates=_INSIDE,
 )
@@ -644,8 +652,8 @@ def test_optimizers_in_hooks(column):
 
 
 _TWICE = (
-    "refused. It averages weights itself. Give the inner optimizer to `attach` and to the loop. "
-    "(tests/unit/test_optimizers.py::test_weights_are_not_averaged_twice)"
+    "refused. It averages weights itself. Pass the inner optimizer to `attach`, and use "
+    "it in the loop. (tests/unit/test_optimizers.py::test_weights_are_not_averaged_twice)"
 )
 practice("`PostLocalSGDOptimizer`", attach=_TWICE, updates=_TWICE)
 
@@ -653,8 +661,9 @@ practice("`PostLocalSGDOptimizer`", attach=_TWICE, updates=_TWICE)
 @practice(
     "sharpness-aware minimisation (SAM): two passes, and one step of the optimizer inside",
     attach="works. Run the first pass within `no_sync()`, as SAM's authors do.",
-    updates="works. Give `attach` the wrapper or the optimizer inside it. Exchanges begin with "
-    "unperturbed weights. (tests/distributed/test_updates.py::test_sam_steps_once_per_iteration)",
+    updates="works. Pass the wrapper or the optimizer inside it to `attach`. Exchanges "
+    "use the unperturbed weights. "
+    "(tests/distributed/test_updates.py::test_sam_steps_once_per_iteration)",
     local="works. Both passes are local; call `step()` once per iteration.",
 )
 def test_sam(column):
@@ -697,7 +706,7 @@ class Outer(torch.optim.SGD):
 @practice(
     "a subclass of an optimizer, whose `step` calls its base's",
     attach="works. Every `backward()` is a step.",
-    updates="works. The outermost call counts, once.",
+    updates="works. Only the outermost call counts as a step.",
     averaging="works. Call the averager's `step()` after it.",
 )
 def test_subclasses_of_optimizers(column):
@@ -710,10 +719,10 @@ def test_subclasses_of_optimizers(column):
 
 @practice(
     "LBFGS",
-    attach="works. The closure must return the loss averaged over ranks, because the loss decides "
-    "how often it is called; plain DDP requires the same.",
-    updates="refused. It compares gradients at the points of its last steps, which averaging "
-    "moves.",
+    attach="works. The closure must return the loss averaged over ranks, because the loss "
+    "decides how often the closure is called; plain DDP requires the same.",
+    updates="refused. LBFGS compares gradients from successive steps, but averaging "
+    "changes the weights in between.",
 )
 def test_lbfgs(column):
     net, start = network(), weights(network())
@@ -740,7 +749,8 @@ def test_lbfgs(column):
 
 practice(
     "the handle is not kept, and nothing is closed",
-    attach="works. The model keeps the handle, and threads, sockets and groups end with it. "
+    attach="works. The model keeps the handle; its threads, sockets and groups end with "
+    "the model. "
     "(tests/distributed/test_exits.py::test_a_handle_that_nobody_keeps_goes_with_its_model)",
     updates="works. The module keeps the handle, wrapped in DDP or not. "
     "(tests/distributed/test_exits.py::test_a_handle_that_nobody_keeps_exchanges)",
@@ -752,7 +762,7 @@ _EXIT = (
     "(tests/distributed/test_exits.py::test_a_process_ends_as_it_should_while_an_exchange_is_under_way)"
 )
 practice(
-    "the end of the script, `sys.exit()` or an exception in the midst of training",
+    "the end of the script, `sys.exit()` or an exception in the middle of training",
     attach=_EXIT,
     updates=_EXIT,
 )
@@ -760,7 +770,8 @@ practice(
 
 @practice(
     "Adafactor, Adagrad, RMSprop, Rprop, Adadelta",
-    attach="works. Like Adam: exact at density 1, with a warning at lower densities.",
+    attach="works. Like Adam: equal to dense training at density 1, with a warning at "
+    "lower densities.",
     updates="works. Like any local optimizer.",
     averaging="works. Like any local optimizer.",
 )

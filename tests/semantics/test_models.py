@@ -78,8 +78,9 @@ def test_frozen(column):
     "unused parameters, differing between ranks and steps",
     attach="works. With `find_unused_parameters=True`: a rank that does not use a parameter contributes "
     "a zero gradient, and its residual is still delivered, even if no rank uses the parameter.",
-    updates="works. With `find_unused_parameters=True`. Rounding may move parameters that no rank "
-    "trains, but less than it moves their neighbours; `finish()` restores them.",
+    updates="works. With `find_unused_parameters=True`. Rounding may change parameters "
+    "that no rank trains, but less than it changes their neighbours; `finish()` restores "
+    "them.",
     local="works. No setting is needed; a residual is still delivered.",
     averaging="works. No setting is needed.",
 )
@@ -98,12 +99,13 @@ def test_unused(column):
 
 
 @practice(
-    "frozen after the start, all or some",
-    attach="works. All at once (as GANs do in turns), or some with `find_unused_parameters=True`. "
-    "Otherwise, the next forward pass is refused, because DDP would wait for the gradients. A frozen "
-    "layer stays where it is: what was withheld of its gradients is dropped.",
-    updates="works. As with `attach`, but DDP itself refuses, one step later. Undelivered changes "
-    "in the weights are still delivered.",
+    "parameters frozen after the start, all or some",
+    attach="works. Freeze either all parameters at once (as GANs do alternately), or "
+    "some, with `find_unused_parameters=True`. Otherwise, the next forward pass is "
+    "refused, because DDP would wait for the gradients. The weights of a frozen layer no "
+    "longer change: the undelivered part of its gradients is dropped.",
+    updates="works. As with `attach`, but DDP itself raises the error, one step later. "
+    "Undelivered changes in the weights are still delivered.",
     local="works. The residual of a frozen parameter is still delivered.",
     averaging="works. It is still averaged. "
     "(tests/unit/test_averager.py::test_a_model_that_changes_is_refused_but_may_freeze)",
@@ -150,7 +152,7 @@ CHANGES = {
 
 
 @practice(
-    "thawed, added or replaced after the start (`model.module` too)",
+    "parameters unfrozen, added or replaced after the start (also in `model.module`)",
     attach="refused. DDP would train them on each rank alone; the next forward pass names the parameter.",
     updates="refused. As with `attach`.",
     UpdateSpace="refused. `step()` names the parameter.",
@@ -208,9 +210,11 @@ def test_assigned_parameters(column):
 
 @practice(
     "a model that is converted or moved after the start (`ddp.double()`, `ddp.cpu()`), and perhaps back",
-    attach="refused. DDP would not see its gradients any more, as it silently does without sparsync; the "
-    "next forward pass says so. Convert a copy of `ddp.module`.",
-    updates="refused. While its dtype or device is another one; the way there and back does no harm.",
+    attach="refused. DDP would no longer see its gradients (without sparsync, this "
+    "happens silently); the next forward pass raises an error. Convert a copy of "
+    "`ddp.module`.",
+    updates="refused. Only while its dtype or device differs from the original one; "
+    "converting it there and back does no harm.",
 )
 def test_converted_models(column):
     for steps in (0, 2):
@@ -269,9 +273,10 @@ def test_ignored_by_name(column):
 
 @practice(
     "`torch.func.functional_call` of the wrapped model",
-    attach="works. Tensors computed from the parameters (`p - lr * g`) pass gradients on to them, "
-    "which are exchanged; gradients of other tensors are local, as under plain DDP.",
-    updates="works. Gradients are local. The shared weights are the parameters'.",
+    attach="works. Tensors computed from the parameters (`p - lr * g`) pass their "
+    "gradients on to the parameters, and these are exchanged; gradients of other tensors "
+    "are local, as under plain DDP.",
+    updates="works. Gradients are local. The shared weights follow the model's own parameters.",
 )
 def test_functional_call(column):
     with attached(network(), column=column) as (ddp, _):
@@ -298,10 +303,11 @@ def test_functional_call(column):
 @practice(
     "BatchNorm's buffers",
     attach="works. DDP broadcasts rank 0's buffers before every forward pass.",
-    updates="works. Rank 0's at `attach`, then averaged with the exchanges, while DDP's own broadcast "
-    "is off; with `DDP(broadcast_buffers=False)` they stay local. Buffers of integers or that are not "
-    "saved, and frozen parameters that the model writes itself, are each rank's own until `finish()` "
-    "makes them rank 0's.",
+    updates="works. At `attach`, all ranks take rank 0's buffers. From then on, each "
+    "exchange averages them, and DDP's own broadcast is off; with "
+    "`DDP(broadcast_buffers=False)` they stay local. Integer buffers, buffers that are "
+    "not saved, and frozen parameters that the model itself changes stay local until "
+    "`finish()` replaces them with rank 0's.",
     UpdateSpace="works. They stay local.",
     averaging="works. Averaged or local, according to `buffers=`. "
     "(tests/unit/test_averager.py::test_buffers_follow_their_rule)",
@@ -328,7 +334,7 @@ def test_buffers(column):
 
 
 @practice(
-    "buffers that hold Inf: masks of attention",
+    "buffers that contain Inf: attention masks",
     everywhere="works. They are constants, and remain unchanged.",
 )
 def test_masks(column):
@@ -341,9 +347,9 @@ def test_masks(column):
 
 
 @practice(
-    "buffers that no step changes: tables of positions, finite masks",
+    "buffers that no step changes: position tables, finite masks",
     attach="works. They are not exchanged; DDP broadcasts rank 0's buffers, as without sparsync.",
-    updates="works. They are not exchanged, except for a flag each; once a buffer changes on any "
+    updates="works. Only a flag per buffer is exchanged; once a buffer changes on any "
     "rank, it is averaged from that exchange on.",
     UpdateSpace="works. They stay local.",
     averaging="works. They are averaged with the model, unless `persistent=False`; "
@@ -376,16 +382,19 @@ def test_still_buffers(column):
 
 @practice(
     "weights that are loaded after the start",
-    attach="works. All ranks must load the same weights, as with plain DDP. The residual, like "
-    "the optimizer's moments, remains from the former weights. `sparsync.load` restores it with "
-    "the weights, and closing and attaching again starts without a residual.",
-    updates="works. Before the first step, all ranks begin from them if all have loaded the same "
-    "weights; otherwise, or between steps, they are refused. "
+    attach="works. All ranks must load the same weights, as with plain DDP. The residual, "
+    "like the optimizer's moments, still belongs to the former weights. `sparsync.load` "
+    "restores it with the weights, and closing and attaching again starts without a "
+    "residual.",
+    updates="works. Before the first step, training starts from the loaded weights if all "
+    "ranks have loaded the same ones. Weights that differ, or that are loaded between "
+    "steps, are refused. "
     "(tests/distributed/test_updates.py::test_a_checkpoint_that_is_loaded_after_attach_is_the_start_of_all)",
     UpdateSpace="works. As with `attach`; instead of closing a handle, make a new optimizer.",
     averaging="works. Before the first step, all ranks begin from the weights that "
-    "`load_state_dict` has loaded. Between steps, schemes that keep former weights, such as "
-    "WAGMA-SGD's stale models, refuse new ones; the other schemes continue from them.",
+    "`load_state_dict` has loaded. Between steps, schemes that keep former weights, such "
+    "as WAGMA-SGD's stale models, refuse loaded weights; the other schemes continue from "
+    "them.",
 )
 def test_weights_that_are_loaded_after_the_start(column):
     loaded = network(seed=5).state_dict()
@@ -436,8 +445,8 @@ def _buffers_are_those_of_rank_0():
 
 @practice(
     "channels_last",
-    attach="works. Residuals are in the order of elements, not of memory, so a saved residual "
-    "fits either layout.",
+    attach="works. Residuals are in element order, not in memory order, so a saved "
+    "residual fits either layout.",
     local="works. Strides do not change.",
 )
 def test_channels_last(column):
@@ -556,7 +565,7 @@ def test_skipped_buckets(column):
     "DDP around DDP",
     attach="works. The outer DDP must ignore the inner one's parameters, and both must be "
     "attached. If both would exchange the same parameters, this is refused.",
-    updates="refused. If both would exchange the same parameters.",
+    updates="refused. This applies if both would exchange the same parameters.",
 )
 def test_nested(column):
     with refused("the module of this DDP model", "wrap once"):
@@ -595,8 +604,8 @@ def compiled(model):
 
 @practice(
     "`torch.compile` of the wrapped model",
-    attach="works. With the default `optimize_ddp`; DDP's hooks run between the compiled parts. The "
-    "compiled model may be attached, or the DDP model inside it.",
+    attach="works. With the default `optimize_ddp`, DDP's hooks run between the compiled "
+    "parts. Attach either the compiled model or the DDP model inside it.",
     updates="works. As with `attach`.",
     local="works. Compile the model; `step()` is not compiled.",
     slow=("attach", "UpdateSpace", "averaging"),
@@ -633,7 +642,7 @@ def test_around_ddp(column):
 
 @practice(
     "`torch.compile` of the model before it is wrapped",
-    attach="works. No difference, except that names in saved states have torch's prefix.",
+    attach="works. No difference, except that torch's prefix precedes the names in saved states.",
     local="works. As with `attach`.",
 )
 def test_compiled_inside(column):
@@ -642,9 +651,9 @@ def test_compiled_inside(column):
 
 @practice(
     "`torch._dynamo.config.optimize_ddp = 'python_reducer'`",
-    attach="refused. It hands over gradients one by one, and never signals the last one. Wrap the "
-    "model with the default setting.",
-    updates="refused. As with `attach`; or give the plain module.",
+    attach="refused. This reducer hands over gradients one by one, and never signals the "
+    "last one. Wrap the model with the default setting.",
+    updates="refused. As with `attach`; alternatively, attach the plain module.",
 )
 def test_python_reducer(column):
     before = torch._dynamo.config.optimize_ddp

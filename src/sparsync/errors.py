@@ -10,7 +10,7 @@
      ├─ NonFiniteGradientError (ArithmeticError)  NaN or Inf in a reduced gradient; nothing was applied
      └─ CommunicationError (RuntimeError)
          ├─ PeerError                        a peer died; names rank, phase and step
-         │   └─ DisagreementError            ranks disagree about a call; raised on all of them
+         │   └─ DisagreementError            ranks disagree, or replicas differ; raised on all of them
          ├─ DeadlineError (TimeoutError)     a wait ran past its deadline; names rank, phase and step
          └─ DeadlockError                    the simulator found ranks waiting for each other
 """
@@ -74,7 +74,7 @@ class PeerError(CommunicationError):
 
 
 class DisagreementError(PeerError):
-    """Ranks disagree about a call: all of them raise this before any data moves."""
+    """Ranks disagree, or replicas differ: all of them raise this, with no message under way."""
 
 
 class DeadlineError(CommunicationError, TimeoutError):

@@ -18,7 +18,7 @@ import sparsync
 from sparsync import Correction
 from sparsync.cli.launch import RankError, launch
 from sparsync.errors import PeerError
-from sparsync.gradients import runs
+from sparsync.gradients import runs, steps
 from sparsync_papers.baseline_optimizers import UpdateSpaceSGD
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
@@ -254,6 +254,41 @@ def test_training_is_refused_after_an_exchange_has_broken_off(algorithm):
         with torch.no_grad():
             net(batch(3)[0])
         assert torch.equal(flat(net), before)
+
+
+@on_ranks(2)
+def test_training_is_refused_after_a_comparison_has_broken_off():
+    net, compare = ddp_model(), steps.check_replicas
+
+    async def failing(*_):
+        raise PeerError("the other rank is gone")
+
+    with attached(net, sentinel=sparsync.Sentinel(period=1)) as sync:
+        train(net, range(1))
+        steps.check_replicas = failing
+        try:
+            with refused("the other rank is gone", error=PeerError):
+                backward(net, 1)
+        finally:
+            steps.check_replicas = compare
+        with refused("an earlier exchange broke off (the other rank is gone)"):
+            net(batch(2)[0])
+        assert sync.stats()["exchanges"] == 2
+
+
+@on_ranks(2)
+def test_training_may_go_on_after_replicas_differed():
+    net = ddp_model()
+    with attached(net, sentinel=sparsync.Sentinel(period=1)) as sync:
+        bias = net.module[2].bias.clone()
+        with torch.no_grad():
+            net.module[2].bias += dist.get_rank()
+        with refused("'2.bias' differs between rank 0 and rank 1", error=PeerError):
+            backward(net, 0)
+        with torch.no_grad():
+            net.module[2].bias.copy_(bias)
+        train(net, range(1, 3))
+        assert sync.stats()["exchanges"] == 3
 
 
 @on_ranks(3)

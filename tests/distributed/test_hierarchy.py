@@ -386,7 +386,7 @@ def test_the_sentinel_is_heard_on_all_ranks(make, policy):
         error = message_of(train, net, range(1, 2))
     told = "|".join([error, *(str(w.message) for w in warned)])
     assert "step 1: '3.bias' differs between rank 1 and rank 3" in told
-    assert ("PeerError" in told) == (policy == "raise")
+    assert ("DisagreementError" in told) == (policy == "raise")
     sync.close()
 
 

@@ -18,6 +18,7 @@ from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.frameworks.common import save_beside
 from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager, OuterStep
+from sparsync.updates import sync as sync_module
 from sparsync.updates.fragments import Weights
 from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.sync import UpdateSync
@@ -797,6 +798,29 @@ def test_logs_and_the_sentinel_see_exchanges():
         with refused("the shared weights", error=PeerError):
             for step in range(3):
                 step_of(net, optimizer, step)
+        step_of(net, optimizer, 9)  # a difference is no exchange that broke off
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("call", ["check_replicas", "equalise_"])
+def test_exchanges_end_after_a_comparison_has_broken_off(call):
+    net = model()
+    optimizer, compare = adam(net), getattr(sync_module, call)
+    monitoring = sparsync.Monitoring(sentinel=sparsync.Sentinel(period=1))
+
+    async def failing(*_):
+        raise PeerError("the other rank is gone")
+
+    with sparsync.attach(net, optimizer, monitoring=monitoring) as sync:
+        step_of(net, optimizer, 0)
+        setattr(sync_module, call, failing)
+        try:
+            with refused("the other rank is gone", error=PeerError):
+                step_of(net, optimizer, 1) if call == "check_replicas" else sync.finish()
+        finally:
+            setattr(sync_module, call, compare)
+        with refused("an earlier exchange broke off (the other rank is gone)"):
+            step_of(net, optimizer, 2)
 
 
 @on_ranks(2)

@@ -10,6 +10,7 @@ from torch import nn
 
 from sparsync import ConfigurationError
 from sparsync.errors import PeerError
+from sparsync.gradients import sentinel as module
 from sparsync.gradients.sentinel import Sentinel, check_replicas
 from sparsync.transports.agree import digest, divergences, heal_
 from sparsync.transports.driver import run
@@ -212,6 +213,27 @@ def test_what_one_part_warns_of_all_parts_say():
         warnings.simplefilter("always")
         simulate(program, 6)
     assert ["'a' differs on rank 1" in str(each.message) for each in said] == [True] * 6
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+def test_only_a_comparison_that_broke_off_refuses_the_next_exchange(monkeypatch, breaks_off):
+    """A difference is raised after all messages have arrived, also on parts that find none."""
+    compare = module._compare
+
+    async def failing(sentinel, comm, tensors, place, rank):
+        if breaks_off and rank % 2:
+            raise PeerError("the other rank is gone")
+        return await compare(sentinel, comm, tensors, place, rank)
+
+    async def program(comm):
+        peers, parts = groups_of(comm)
+        tensors = {"a": torch.ones(1) * (comm.rank == 3)}
+        with pytest.raises(PeerError), peers.exchange():
+            await check_replicas(Sentinel(), peers, tensors, "step 0", parts, rank=comm.rank)
+        return len(peers.broken)
+
+    monkeypatch.setattr(module, "_compare", failing)
+    assert simulate(program, 6).results == [int(breaks_off)] * 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from sparsync.errors import CommunicationError, ConfigurationError, PeerError, check_number_fields
+from sparsync.errors import (
+    CommunicationError,
+    ConfigurationError,
+    DisagreementError,
+    PeerError,
+    check_number_fields,
+)
 from sparsync.names import naming_options
 from sparsync.transports.agree import Divergence, divergences, heal_, worst
 from sparsync.transports.communicator import Communicator
@@ -19,6 +25,8 @@ from sparsync.units import local_of, replicated_tensors
 __all__ = ["Sentinel", "check_replicas"]
 
 _NAMED = 3  # number of tensors named in a message
+# outcomes of a comparison; the worst is one without an answer, because messages may still be under way
+_FINE, _REPORTED, _REFUSED, _BROKEN_OFF = range(4)
 
 
 @naming_options
@@ -127,23 +135,29 @@ async def check_replicas(
         rank: the number to use for this rank in messages; None means its number in ``comm``.
 
     Raises:
-        PeerError: something differs and the policy is "raise", or "heal" without a majority.
+        DisagreementError: something differs and the policy is "raise", or "heal" without a majority.
+        CommunicationError: the comparison broke off, here or on another part.
     """
-    # An error is held back until the other parts know of it. They compare with other peers, so they may
-    # find nothing wrong. Then they would train on, or wait for this rank in the next step.
-    said, failure, comms = "", None, [] if parts is None else [parts]
+    # An error is held back until the other parts know of it. They compare with different peers, so they
+    # may find nothing wrong, and would continue training, or wait for this rank in the next step.
+    said, severity, comms = "", _FINE, [] if parts is None else [parts]
+    failure: CommunicationError | None = None
     try:
         said = await _compare(sentinel, comm, tensors, place, comm.rank if rank is None else rank)
+        severity = _REPORTED if said else _FINE
     except CommunicationError as error:
         failure = error
+        severity = _REFUSED if isinstance(error, DisagreementError) else _BROKEN_OFF
     try:
-        severity = 2 if failure else int(said != "")
         found = await worst(comms, severity, str(failure or said), "sentinel")
     except CommunicationError as error:
-        # if the other parts are gone as well, the first error is the one to report
-        raise (failure or error) from None
-    if found.severity > 1:
-        raise failure or PeerError(found.words)
+        # the parts may be gone as well; the first error is reported
+        raise (failure if failure and severity == _BROKEN_OFF else error) from None
+    if found.severity >= _REFUSED:
+        # the kind of error says whether another exchange may begin, which all parts must answer alike
+        if failure is not None and severity == found.severity:
+            raise failure
+        raise (PeerError if found.severity == _BROKEN_OFF else DisagreementError)(found.words)
     for text in dict.fromkeys([said, found.words]):
         if text:
             warnings.warn(f"sparsync's sentinel, {text}", RuntimeWarning, stacklevel=2)
@@ -161,15 +175,15 @@ async def _compare(
     called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
     found = _named(torn, called, place)
     if sentinel.policy == "raise":
-        raise PeerError(
+        raise DisagreementError(
             f"{found}: replicas are no longer equal; restart from the last checkpoint, or "
             "pass Sentinel(policy='heal')"
         )
     if sentinel.policy == "warn":
         return found
     hopeless = [each for each in torn if not each.majority]
-    if hopeless:  # raise before healing any tensor: a checkpoint must not contain half a repair
-        raise PeerError(
+    if hopeless:  # raised before healing any: a checkpoint must not contain half a repair
+        raise DisagreementError(
             f"{_named(hopeless, called, place)}: nobody can tell which is right; restart from the "
             "last checkpoint"
         )

@@ -345,11 +345,11 @@ class GradientSteps:
 
         async def job() -> None:
             replicas = self.reducer.channel("weights")
-            await check_replicas(sentinel, replicas, tensors, place, parts, rank)
-            if (
-                alike and parts is not None
-            ):  # after the comparison of replicas, so that all nodes agree
-                await check_replicas(sentinel, parts, tensors, place, None, rank)
+            with self.reducer.exchanging():
+                await check_replicas(sentinel, replicas, tensors, place, parts, rank)
+                # after the comparison of replicas, so that all nodes agree
+                if alike and parts is not None:
+                    await check_replicas(sentinel, parts, tensors, place, None, rank)
             self.wait_for_gpu()
 
         self.engine.submit(job()).result()

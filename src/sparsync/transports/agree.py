@@ -14,7 +14,6 @@ from torch import Tensor
 from sparsync.errors import (
     CheckpointError,
     DisagreementError,
-    PeerError,
     SparsyncError,
     first_line,
 )
@@ -314,7 +313,7 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
     """Return the tensors that differ between ranks, in the given order.
 
     Raises:
-        PeerError: the ranks compare tensors with different names, or in a different order.
+        DisagreementError: the ranks compare tensors with different names, or in a different order.
 
     Cost: the cost of ``digest`` for every tensor, and an allgather of 16 bytes.  If a tensor differs,
     another allgather of 8 bytes per tensor; if names differ, the cost of ``texts_of`` for the names.
@@ -331,7 +330,7 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
         texts = await texts_of(comm, _BETWEEN.join(tensors), "sentinel")
         pairs = zip_longest(*(texts[r].split(_BETWEEN) for r in (comm.rank, others[0])))
         here, there = next((a or "none", b or "none") for a, b in pairs if a != b)
-        raise PeerError(
+        raise DisagreementError(
             f"rank {comm.rank} compares {here!r} where rank {others[0]} compares {there!r}; give all "
             "ranks the same model, with buffers of equal sizes, and the same optimizer in the same state"
         )

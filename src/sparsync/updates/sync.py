@@ -158,8 +158,9 @@ class AllRanks(UpdateRanks):
             run(self._outer.deliver())
             # these were not exchanged, and DDP's broadcast before every forward pass is off
             others = self._weights.others()
-            for ranks in [comm] if node is None else [node.comm, comm]:
-                run(equalise_(ranks, others))
+            with self._outer.reducer.exchanging():
+                for ranks in [comm] if node is None else [node.comm, comm]:
+                    run(equalise_(ranks, others))
 
 
 @final
@@ -573,10 +574,11 @@ class UpdateSync(Handle):
             run(outer.settle())
             tensors = {"the shared weights": outer.memory["shared"]}
             comm, place = self.reducer.channel("weights"), f"local step {outer.steps - 1}"
-            run(check_replicas(sentinel, comm, tensors, place, self._inner))
-            if self._weights.node is not None and self._inner is not None:
-                own = {name: local_of(p) for name, p in self._weights.trained.items()}
-                run(check_replicas(sentinel, self._inner, own, place))
+            with self.reducer.exchanging():
+                run(check_replicas(sentinel, comm, tensors, place, self._inner))
+                if self._weights.node is not None and self._inner is not None:
+                    own = {name: local_of(p) for name, p in self._weights.trained.items()}
+                    run(check_replicas(sentinel, self._inner, own, place))
         if self._advises and outer.steps - self._before[0] == _ADVISED:
             self._advise()
 
@@ -612,14 +614,15 @@ class UpdateSync(Handle):
         # The first allreduce, of one element, gives the latency; the difference gives the seconds per
         # element. Each time is the least of three, because other load on the machine only adds time.
         best = []
-        for count in (1, min(size, _PROBE)):
-            spent = []
-            for _ in range(3):
-                run(channel.barrier())
-                began = time.perf_counter()
-                run(channel.allreduce(torch.zeros(count), "probe"))
-                spent.append(time.perf_counter() - began)
-            best.append(min(spent))
+        with self.reducer.exchanging():
+            for count in (1, min(size, _PROBE)):
+                spent = []
+                for _ in range(3):
+                    run(channel.barrier())
+                    began = time.perf_counter()
+                    run(channel.allreduce(torch.zeros(count), "probe"))
+                    spent.append(time.perf_counter() - began)
+                best.append(min(spent))
         return best[0] + max(best[1] - best[0], 0.0) * size / min(size, _PROBE)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sparsync
 from sparsync import ConfigurationError
-from sparsync.errors import CheckpointError, PeerError
+from sparsync.errors import CheckpointError, DeadlineError, PeerError
 from sparsync.updates import AdaptivePeriod, OuterStep
 from tests.attaching import ONE_BIT
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -91,6 +91,70 @@ def test_resuming_is_exact(kind, name, folder):
             sync.finish()
             ends.append(flat(net))
     assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[3])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("nodes", [False, True])
+def test_ranks_with_other_exchanges_save_nothing(nodes, folder):
+    """An exchange that broke off on some ranks only would leave states that fit no load."""
+    net = ddp_model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    hierarchy = init_device_mesh("cpu", (2, 2)) if nodes else None
+    # over gloo, whose messages do not say to which exchange they belong
+    transport = sparsync.Transport(name="torch", hierarchy=hierarchy)
+    sync = sparsync.attach(net, optimizer, transport=transport)
+
+    def failing(*_, **__):
+        raise PeerError("the last message is missing")
+
+    with sync, pytest.MonkeyPatch.context() as patch:
+        steps(net, optimizer, range(1))
+        kept = sparsync.save(sync, folder, keep=1)
+        patch.setattr(
+            sync.reducer, "commit", failing if dist.get_rank() > 1 else sync.reducer.commit
+        )
+        with (
+            refused("the last message", error=PeerError)
+            if dist.get_rank() > 1
+            else contextlib.nullcontext()
+        ):
+            steps(net, optimizer, range(1, 2))
+        if dist.get_rank() > 1:
+            with refused("an earlier exchange broke off (the last message is missing)"):
+                sparsync.save(sync, folder, keep=1)  # asks no other rank, which would wait
+            sync.reducer.comm.broken.clear()
+        said = f"have committed 1 to 2 exchanges, this one {2 - dist.get_rank() // 2}, because"
+        with refused(said, error=CheckpointError):
+            sparsync.save(sync, folder, keep=1)
+        assert list(kept.parent.iterdir()) == [kept]
+
+
+@on_ranks(4)
+def test_a_save_that_breaks_off_refuses_later_calls_but_one_that_fails_does_not(folder):
+    net = ddp_model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    transport = sparsync.Transport(timeout=0.5)
+    with sparsync.attach(net, optimizer, density=0.1, transport=transport) as sync:
+        steps(net, optimizer, range(1))
+        said = CheckpointError if dist.get_rank() else ConfigurationError
+        with refused("no state can hold it" if dist.get_rank() == 0 else "rank 0", error=said):
+            sparsync.save(sync, folder, bad=Bad() if dist.get_rank() == 0 else 1)
+        steps(net, optimizer, range(1, 2))
+        sparsync.save(sync, folder)
+        if dist.get_rank() == 0:
+            with refused("phase 'checkpoint'", error=DeadlineError):
+                sparsync.save(sync, folder)
+            for call in (lambda: sparsync.save(sync, folder), lambda: sync.load_state_dict({})):
+                with refused("an earlier exchange broke off (rank 0, step 2: "):
+                    call()
+        dist.barrier()
+
+
+class Bad:
+    """An object without a state."""
+
+    def state_dict(self):
+        raise ConfigurationError("no state can hold it")
 
 
 @on_ranks(4)

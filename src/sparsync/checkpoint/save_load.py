@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar, cast, final
 
@@ -134,13 +134,16 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     Raises:
         CheckpointError: raised on all ranks if any of them could not write, does not see the others'
-            files, or has taken a different number of local steps.  Earlier checkpoints are untouched, and
-            training may continue.
-        ConfigurationError: ``keep`` or ``folder`` is not valid; or an object is divided over ranks
-            (FSDP2, a pipeline) and ``sync`` does not hold it.
+            files, or has taken another number of local steps, or of exchanges.  Earlier checkpoints are
+            untouched, and training may continue.
+        ConfigurationError: ``keep`` or ``folder`` is not valid; an object is divided over ranks (FSDP2, a
+            pipeline) and ``sync`` does not hold it; an earlier exchange broke off on this rank, and
+            then others wait until their timeout.
+        CommunicationError: a rank is gone or late.  Nothing is exchanged any more: ``close()``, attach
+            again, and load.
 
-    Cost: every rank writes n elements and waits until they are on disk; six messages of 8 bytes, and
-        another one if a replica is split over ranks.
+    Cost: writes n elements per rank, and waits until they are on disk; five messages of 8 to 32 bytes,
+        and another one if a replica is split over ranks.
 
     Example:
         >>> import tempfile, torch
@@ -356,7 +359,8 @@ def _check_alike(sync: Saveable, shared: Mapping[str, Any]) -> None:
         if isinstance(value, nn.Module)
     ]
     for comm in _communicators(sync)[1:]:
-        first, *others = run(agree(comm, {}, [zlib.crc32(str(told).encode())]))
+        with _exchange(sync):
+            first, *others = run(agree(comm, {}, [zlib.crc32(str(told).encode())]))
         require(
             all(other == first for other in others),
             "the parts of this replica, like stages of a pipeline, have different modules, and a "
@@ -372,8 +376,8 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
     training.
 
     Raises:
-        CheckpointError: raised on all ranks if any of them has taken a different number of local steps
-            (then nothing is written), or could not write.
+        CheckpointError: raised on all ranks if any of them has taken another number of local steps or of
+            exchanges (then nothing is written), or could not write.
     """
 
     def write() -> None:
@@ -480,7 +484,8 @@ def _take_state(
     except Exception:
         # the scale comes first, because loading a state rescales it to the current scale
         sync.reducer.set_scale(scale)
-        with suppress(CommunicationError):  # the first error already says that peers are gone
+        # peers are gone, or an exchange with them broke off, as the first error already says
+        with suppress(CommunicationError, ConfigurationError):
             sync.load_state_dict(before)
         raise
 
@@ -501,24 +506,43 @@ def seat_of(sync: Saveable) -> Seat:
     return Seat(outer.rank, outer.world_size, part, parts)
 
 
+def _exchange(sync: Saveable) -> AbstractContextManager[None]:
+    """Refuse to ask other ranks after an exchange broke off; note if this one does."""
+    return _communicators(sync)[0].exchange()
+
+
 def _greatest(sync: Saveable, number: int) -> int:
     """Return the greatest of all ranks' numbers."""
-    for comm in _communicators(sync):
-        number = int(run(comm.allreduce(torch.tensor([number]), "checkpoint", op="max")))
-    return number
+    return _all_greatest(sync, [number])[0]
+
+
+def _all_greatest(sync: Saveable, numbers: Sequence[int]) -> list[int]:
+    """Return the greatest of all ranks' numbers at each place."""
+    most = torch.tensor(numbers)
+    with _exchange(sync):
+        for comm in _communicators(sync):
+            most = run(comm.allreduce(most, "checkpoint", op="max"))
+    return most.tolist()
 
 
 def _same_steps(sync: Saveable) -> int:
-    """Return the number of local steps, which must be equal on all ranks.
+    """Return the number of local steps, which must be equal on all ranks, like that of exchanges.
 
     Raises:
-        CheckpointError: ranks have taken different numbers of steps.
+        CheckpointError: ranks have taken different numbers of steps, or committed different numbers
+            of exchanges.
     """
+    _communicators(sync)  # waits for exchanges in flight, which count as well
+    here, done = getattr(sync, "steps", sync.reducer.step), sync.reducer.step
     # the minimum is minus the maximum of the negatives, so one primitive serves both
-    here = getattr(sync, "steps", sync.reducer.step)
-    least, most = -_greatest(sync, -here), _greatest(sync, here)
-    if least != most:
-        raise CheckpointError(f"nothing was saved: {unequal_steps(least, most, here)}")
+    a, most, b, last = _all_greatest(sync, [-here, here, -done, done])
+    if -a != most:
+        raise CheckpointError(f"nothing was saved: {unequal_steps(-a, most, here)}")
+    if -b != last:
+        raise CheckpointError(
+            f"nothing was saved: ranks have committed {-b} to {last} exchanges, this one {done}, because "
+            "one broke off on some ranks only; on all ranks close(), attach again, and load"
+        )
     return int(here)
 
 

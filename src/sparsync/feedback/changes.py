@@ -122,7 +122,8 @@ def begin_together(
         failure = error
     found = run(worst(comms[1:], 2 if failure else int(loaded), "", "agreement"))
     if found.severity > 1:
-        raise failure or PeerError(f"ranks with another part disagree on {what}; see their errors")
+        others = f"ranks with another part disagree on {what}; see their errors"
+        raise failure or DisagreementError(others)
     return found.severity == 1
 
 

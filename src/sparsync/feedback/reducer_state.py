@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsync import kernels
-from sparsync.errors import CommunicationError, ConfigurationError, PeerError
+from sparsync.errors import CommunicationError, ConfigurationError, DisagreementError
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.shares import SharesState
 from sparsync.fields import Either, Exactly, Fields, Number, check_saved
@@ -168,7 +168,8 @@ async def agree_state(
     Raises:
         PeerError: the states are from different steps or different saves; raised on all ranks.
     """
-    await _agree(comm, parts, parsed.saved["step"], {**parsed.common(), **(facts or {})})
+    with comm.exchange():
+        await _agree(comm, parts, parsed.saved["step"], {**parsed.common(), **(facts or {})})
 
 
 def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = False) -> None:
@@ -232,7 +233,7 @@ async def _agree(
     divided = [] if parts is None else [parts]
     found = await worst(divided, int(failure is not None), str(failure or ""), "agreement")
     if found.severity:
-        raise failure or PeerError(found.words)
+        raise failure or DisagreementError(found.words)
     for one in divided:
         await agree(one, {f"the {what} of the saved states of a replica's parts": step})
 

@@ -110,22 +110,25 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
     Raises:
         SparsyncError: the action's own error on a rank where it failed; on all other ranks, a
             ``CheckpointError`` that names one failed rank and the reason.
+        ConfigurationError: an earlier exchange broke off on this rank.
 
     Cost: the cost of ``worst``.
     """
     result: T | None = None
     error: Exception | None = None
     words = ""
-    try:
-        result = action()
-    except Exception as caught:
-        error, words = caught, first_line(caught)
-        if not isinstance(caught, SparsyncError):
-            words = f"{type(caught).__name__}: {words}"
-            error = CheckpointError(f"cannot {what}: {words}")
-            error.__cause__ = caught
-    # exchange outcomes before raising this rank's error, because the others wait for its outcome
-    failed = await worst(comms, int(error is not None), words, "checkpoint")
+    # the action's own error is raised outside, because no exchange has broken off: all ranks learn of it
+    with comms[0].exchange():
+        try:
+            result = action()
+        except Exception as caught:
+            error, words = caught, first_line(caught)
+            if not isinstance(caught, SparsyncError):
+                words = f"{type(caught).__name__}: {words}"
+                error = CheckpointError(f"cannot {what}: {words}")
+                error.__cause__ = caught
+        # exchange outcomes even if this rank has failed: raising at once would leave the others waiting
+        failed = await worst(comms, int(error is not None), words, "checkpoint")
     if error is not None:
         raise error
     if failed.severity:

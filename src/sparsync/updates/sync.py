@@ -144,7 +144,8 @@ class AllRanks(UpdateRanks):
         self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
     ) -> bool:
         """Ask all ranks."""
-        return begin_together(comms, loaded, own, since)
+        with comms[0].exchange():
+            return begin_together(comms, loaded, own, since)
 
     def step(self) -> AbstractContextManager[bool]:
         """Take every step."""

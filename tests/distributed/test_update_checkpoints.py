@@ -481,6 +481,21 @@ def test_other_numbers_of_ranks_begin_from_the_shared_weights(name, before, afte
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("saved", ["nodes", "ddp"])
+def test_runs_of_a_node_stay_with_their_ranks(saved, folder):
+    net, optimizer, sync = attached(saved, {"density": 0.1})
+    with sync:
+        steps(net, optimizer, range(1))
+        sparsync.save(sync, folder)
+    net, _, sync = attached("ddp" if saved == "nodes" else "nodes", {"density": 0.1}, seed=3)
+    with sync:
+        who = "the saved run" if saved == "nodes" else "this run"
+        with refused(f"the nodes of {who} (hierarchy=) divide each", "in as many nodes of as many"):
+            sparsync.load(sync, folder)
+        assert sync.outer.steps == 0 and torch.equal(flat(net), flat(model(3)))
+
+
+@on_ranks(4)
 def test_cosine_coefficients_stay_with_their_ranks(folder):
     """Every rank reports the refusal in one line, and continues training unchanged."""
     net, optimizer, sync = attached_to(4, SETTINGS["dct"], 0)

@@ -210,6 +210,13 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
         "OuterStep: residuals are cosine coefficients of units, and cannot be divided; continue with as "
         "many ranks, or call finish() first and save only the model",
     )
+    divided = [_is_divided(state) for state in (template, *states)]
+    require(
+        not any(divided),
+        f"the nodes of {'this run' if divided[0] else 'the saved run'} (hierarchy=) divide each exchange "
+        "of updates among their ranks, whose states cannot be divided anew; continue in as many nodes of "
+        "as many ranks, or call finish() first and save only the model",
+    )
     returns = any(
         state["broken"] or any(one["refused"] for one in state["under_way"]) for state in states
     )
@@ -252,6 +259,12 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
     if counted["weighs"] is None and donor["contributions"]["weighs"]:
         common["contributions"] = {**counted, "weighs": True}
     return at, {**template, **common, **begun, "under_way": []}
+
+
+def _is_divided(state: State) -> bool:
+    """Return whether a state of updates is of a rank in a node, which exchanges a run of each tensor."""
+    own = state["parameters"]
+    return any(own[name].numel() != size for name, size in state["layout"].items() if name in own)
 
 
 def _without_broken_moments(state: State, states: Sequence[State]) -> State:

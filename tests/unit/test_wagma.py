@@ -506,6 +506,25 @@ def test_synchronous_groups_resume_bit_for_bit(values, reload_at):
     assert torch.equal(on_all_ranks(make, 10, world_size=4, reload_at=reload_at), straight)
 
 
+def test_a_rank_that_was_left_out_resumes_from_an_earlier_state():
+    def program(comm):
+        averager = Wagma(linear(), comm=comm, deadline=60.0, sync_period=1)
+        averager.step()
+        state = averager.state_dict()
+        # as if ranks had gone on, and rank 1 had been left out and had come back at step 9
+        if comm.rank == 1:
+            averager.resume_at = 9
+        else:
+            averager.left_out, averager._present = ((1, 5, "it was silent"),), [0]
+        averager.load_state_dict(state)
+        averager.step()
+        averager.finish()
+        averager.close()
+        return averager.steps, averager.left_out
+
+    assert together(program, 2) == [(2, ())] * 2
+
+
 def test_ranks_whose_saved_sums_differ_resume_with_nothing_lost():
     """A late rank saves after others, so its shared model may contain a sum that theirs lacks."""
     size = 4

@@ -387,6 +387,7 @@ class Averager(Stateful):
     def _settings(self) -> dict[str, Any]:
         """Return the settings that ranks compare: all public attributes that are numbers or strings."""
         plain = {k: v for k, v in vars(self).items() if isinstance(v, int | float | str)}
+        del plain["resume_at"]
         return {k: v for k, v in sorted(plain.items()) if not k.startswith("_")}
 
     def _bound(self) -> Binding:
@@ -411,7 +412,10 @@ class Averager(Stateful):
     def _begin_again(self) -> None:
         """After a state was loaded, let the next step begin anew, with the model as it is then."""
         self._begun = self._overwritten = False
-        # a state saved before the first step does not allow models to differ, so they are still compared
+        self.resume_at = (
+            0  # the others' step when this rank was left out, in the run before the load
+        )
+        # a state from before the first step says nothing about the ranks' models: they are compared
         if self._binding is not None and self.steps:
             self._binding.forget_start()
 

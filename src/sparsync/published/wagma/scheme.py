@@ -218,7 +218,8 @@ class Wagma(Accompanied):
         error = self.memory.get("error")
         self._rounds.error = None if error is None else error.cpu()
         self._taken = round_of(step - 1)
-        self._finish = -1  # reset it, because a loaded state may be from an earlier step
+        # also here, as a loaded state may be of an earlier step, when other ranks were present
+        self._finish, self.left_out, self._present = -1, (), []
         self._agent = Agent(self._rounds, comm.world_size, step, vector, self.deadline)
         self._run(comm, self._agent)
 

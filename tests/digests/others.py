@@ -98,7 +98,8 @@ def _averaged(name: str, ranks: int, late: bool) -> Digests:
             vector = await averager.average(comm, vector, step)
             models.append(vector.clone())
         state = averager.state_dict()["content"]
-        del state["scheme"]  # a name
+        for name in ("scheme", *averager._options()):
+            del state[name]  # names and numbers that were given
         end = await averager.conclude(comm, vector, _STEPS)
         messages = comm.ledger.total().as_dict()
         return {"models": models, "state": state, "end": end, "messages": messages}

@@ -24,7 +24,7 @@ from sparsync.testing import check_averager
 from sparsync.transports.sim import Fault, Links, simulate
 
 from .average_runs import on_all_ranks
-from .averager_models import add_, linear
+from .averager_models import add_, failure, linear
 from .zmq_group import together
 
 COMPUTE = 0.1  # virtual seconds of a step
@@ -504,6 +504,39 @@ def test_synchronous_groups_resume_bit_for_bit(values, reload_at):
     make = partial(Wagma, group_size=2, sync_period=6, grouping="synchronous", values=values)
     straight = on_all_ranks(make, 10, world_size=4)
     assert torch.equal(on_all_ranks(make, 10, world_size=4, reload_at=reload_at), straight)
+
+
+@pytest.mark.parametrize(
+    ("saved", "then", "words"),
+    [
+        ({"values": "bf16"}, {}, "['values'] is 'bf16', expected 'fp32'"),
+        ({"sync_period": None}, {}, "['sync_period'] is None, expected 10"),
+        ({"deadline": 60.0}, {"deadline": 90.0}, ""),
+    ],
+)
+def test_a_state_is_loaded_only_with_the_options_that_it_was_saved_with(saved, then, words):
+    state, averager = Wagma(linear(), **saved).state_dict(), Wagma(linear(), **then)
+    if words:
+        assert words in failure(ConfigurationError, averager.load_state_dict, state)
+    else:
+        averager.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [partial(Wagma, values="bf16"), EagerSgd, AdPsgd])
+@pytest.mark.parametrize("other", ["model", "moments", "dtype"])
+def test_a_state_whose_vectors_do_not_fit_is_refused(make, other):
+    saved, model = make(linear()), linear(dtype=torch.float64 if other == "dtype" else None)
+    saved.step()
+    options = {}
+    if other == "model":
+        model = torch.nn.Linear(4, 1)
+    if other == "moments":
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        options = {"optimizer": optimizer, "moments": "average"}
+    expected = {"model": "float32[5]", "moments": "float32[6]", "dtype": "float64[3]"}[other]
+    words = failure(ConfigurationError, make(model, **options).load_state_dict, saved.state_dict())
+    assert "state['memory']['" in words
+    assert f"is a tensor float32[3], expected a tensor {expected}" in words
 
 
 def test_a_rank_that_was_left_out_resumes_from_an_earlier_state():

@@ -118,11 +118,11 @@ class Averager(Stateful):
         unknown: any other option is refused, with a list of the valid ones.
 
     Attributes:
-        steps: number of local steps done, and so the 0-based number of the next one.
-        memory: vectors that the scheme keeps between steps and saves with its state.
-        resume_at: if this rank was left out, the lowest step number with which it may continue.
-        averaged: "models", or "updates" if the scheme averages the updates of the ranks' optimizers.
-        participation: counts the averages that included this rank's model; ``stats`` reports more.
+        steps: number of local steps done, which is the 0-based number of the next ``step()``.
+        memory: vectors that the algorithm keeps, each like the model's; saved with its state.
+        resume_at: the lowest step number at which a rank continues after it was left out.
+        averaged: "models", or the "updates" of the ranks' optimizers.
+        participation: the averages that included this rank's model; ``stats`` has more.
 
     Raises:
         ConfigurationError: an option is unknown, or the model is DDP or FSDP; in later calls, the model
@@ -354,11 +354,20 @@ class Averager(Stateful):
 
     def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
         """Return the required kind of value for every field of a saved state's content."""
-        steps = Common(Number(0, whole=True))
-        return {"steps": steps, "state": object, "memory": Plain(named=True)}
+        steps, vector = Common(Number(0, whole=True)), self._binding and self._binding.kind()
+        memory = Fields({}, more=vector) if vector else Plain(named=True)
+        return {"steps": steps, "state": object, "memory": memory}
+
+    def _options(self) -> dict[str, Any]:
+        """Return the scheme's options that a saved state must share, by name: plain values."""
+        own = {name for name, p in parameters_of(type(self)).items() if p.kind == p.KEYWORD_ONLY}
+        held = {name: value for name, value in vars(self).items() if name in own}
+        return {
+            n: v for n, v in sorted(held.items()) if v is None or isinstance(v, int | float | str)
+        }
 
     def _place(self) -> dict[str, Any]:
-        place: dict[str, Any] = {"scheme": type(self).__name__}
+        place: dict[str, Any] = {"scheme": type(self).__name__, **self._options()}
         if self._binding is not None:
             comm = self._binding.comm
             place |= {"rank": comm.rank, "world_size": comm.world_size}

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from sparsync.errors import NonFiniteGradientError, require
+from sparsync.fields import Values
 from sparsync.transports.agree import agree, digest, divergences
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.units import local_of
@@ -369,6 +370,12 @@ class Binding:
         """The sizes of the buffers and moments, which follow the trained parameters in the vector."""
         named = self._layout().items()
         return {n: shape.numel() for n, shape in named if n not in self.trained and shape.numel()}
+
+    def kind(self) -> Values | None:
+        """Return the kind of the vector; None if its moments will only be known after a step."""
+        if self._unmoved:
+            return None
+        return Values((sum(self._sizes()),), self._dtype)
 
     def _sizes(self) -> list[int]:
         return [shape.numel() for shape in self._layout().values()]

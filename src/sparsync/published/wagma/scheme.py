@@ -164,6 +164,10 @@ class Wagma(Accompanied):
         self._finish = -1  # the version of the last ``finish``
         super().__init__(model, **binding)
 
+    def _options(self) -> dict[str, Any]:
+        """Return all options but the deadline, which says only how long others wait."""
+        return {name: value for name, value in super()._options().items() if name != "deadline"}
+
     @property
     def staleness(self) -> Staleness:
         """One of "bounded" (by tau), "unbounded" (no global averages), "none" (synchronous groups)."""

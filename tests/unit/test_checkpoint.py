@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from sparsync import ConfigurationError, Correction
+from sparsync.averaging import LocalSgd
 from sparsync.checkpoint import load, save
+from sparsync.checkpoint.distributed import DistributedState
 from sparsync.checkpoint.files import read_file, write_file
 from sparsync.errors import CheckpointError, NoCheckpointError, SparsyncError
 from sparsync.feedback.reducer_state import reducer_state, restore_reducer
@@ -350,6 +352,17 @@ def test_fields_of_other_types_are_refused(key, value):
         changed = {**saved, key: [{**saved[key][0], field: value}]}
         with pytest.raises(SparsyncError, match=f"the saved {field} of .* expected"):
             sync.load_state_dict(sealed("gradients", {**state["content"], "reducer": changed}))
+
+
+def test_averagers_that_save_their_states_themselves_say_so(tmp_path):
+    averager = LocalSgd(torch.nn.Linear(2, 1))
+    for call in (
+        lambda: save(averager, tmp_path),
+        lambda: load(averager, tmp_path),
+        lambda: DistributedState(averager),
+    ):
+        with pytest.raises(ConfigurationError, match="LocalSgd is an averager, not a handle"):
+            call()
 
 
 def test_no_checkpoint_is_no_hang(tmp_path):

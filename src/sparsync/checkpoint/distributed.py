@@ -20,7 +20,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from sparsync.checkpoint.files import Seat
-from sparsync.checkpoint.save_load import Saveable, Use, load_from, restore, seat_of
+from sparsync.checkpoint.save_load import (
+    Saveable,
+    Use,
+    check_saveable,
+    load_from,
+    restore,
+    seat_of,
+)
 from sparsync.errors import CheckpointError
 from sparsync.state import packed, unpacked
 
@@ -58,6 +65,7 @@ class DistributedState:
     """
 
     def __init__(self, sync: Saveable) -> None:
+        check_saveable(sync)
         self._sync = sync
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from sparsync.averaging.averager import Averager
 from sparsync.checkpoint.files import (
     SHARED,
     Seat,
@@ -43,11 +44,13 @@ from sparsync.state import outside_inference
 from sparsync.transports.agree import agree, on_all_or_none, unequal_steps
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
+from sparsync.updates.outer_averager import OuterAverager
 
 __all__ = [
     "Saveable",
     "Source",
     "Use",
+    "check_saveable",
     "load",
     "load_from",
     "load_states",
@@ -494,9 +497,20 @@ def _take_state(
 
 
 def _communicators(sync: Saveable) -> Sequence[Communicator]:
-    """Return the groups of this shard's replicas and, if parameters are sharded, of its own replica."""
-    found: Sequence[Communicator] = getattr(sync, "communicators", (sync.reducer.comm,))
-    return found
+    """Return the replicas of this shard and, if parameters are sharded, this replica's shards."""
+    check_saveable(sync)
+    found: Sequence[Communicator] | None = getattr(sync, "communicators", None)
+    return (sync.reducer.comm,) if found is None else found
+
+
+def check_saveable(sync: object) -> None:
+    """Refuse an averager without a reducer, of which each rank saves model, optimizer and averager."""
+    require(
+        not isinstance(sync, Averager) or isinstance(sync, OuterAverager),
+        f"{type(sync).__name__} is an averager, not a handle of attach(); on every rank, save the "
+        "state_dict() of the model, the optimizer and the averager with torch.save (docs/averaging.md, "
+        "Save and resume)",
+    )
 
 
 def seat_of(sync: Saveable) -> Seat:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import sparsync
 from sparsync import ConfigurationError, Correction, Sentinel
 from sparsync.collectives import quantised
 from sparsync.errors import CommunicationError, PeerError
@@ -23,6 +24,7 @@ from . import small_model
 from .small_model import (
     all_refuse_what_is_not_finite,
     backward,
+    batch,
     ddp_model,
     flat,
     fully_shard,
@@ -485,10 +487,34 @@ def test_a_node_that_has_lost_a_rank_is_asked_no_more():
     sync._engine.submit(sync._steps.nodes.follow(1)).result()
     del node.under_way
     assert len(started) == 1
+    with refused("an earlier exchange broke off (the other rank is gone)"):
+        backward(ddp, 1)
+    sync.reducer.comm.broken.clear()  # no rank is gone
     sync._engine.submit(sync._steps.nodes.refuse).result()
     train(ddp, range(1, 3))
     assert same_everywhere(flat(ddp))
     sync.close()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("exchanged", ["gradients", "updates"])
+def test_no_step_begins_after_a_node_has_failed(exchanged):
+    """The ranks between nodes have no part in it, so they have noticed nothing."""
+    net = ddp_model()
+    kind = {"gradients": torch.optim.SGD, "updates": torch.optim.AdamW}[exchanged]
+    optimizer = kind(net.parameters(), lr=0.01)
+    transport = sparsync.Transport(hierarchy=DeviceMesh("cpu", [[0, 1], [2, 3]]))
+    with sparsync.attach(net, optimizer, exchange=exchanged, transport=transport) as sync:
+        train(net, range(1), optimizer)
+        own = sync._weights.node.comm if exchanged == "updates" else sync._steps.nodes.node
+        own.under_way = lambda *_: Failing()
+        with refused("the other rank is gone", error=PeerError):
+            backward(net, 1)
+        del own.under_way
+        for call in (lambda: net(batch(2)[0]), sync.communicators[0].check_whole):
+            with refused("an earlier exchange broke off (the other rank is gone)"):
+                call()
+        dist.barrier()
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ the node on every step, and the ranks of a node split the outer step (``Node``).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparsync.errors import CommunicationError, ConfigurationError
+from sparsync.errors import CommunicationError, ConfigurationError, first_line
 from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.sites import measured_sites
 from sparsync.options import Options
@@ -131,7 +132,8 @@ class NodeReducer:
         self.reducer = options.reducer(
             groups.make(outer), runs, self.consensus, ranks_of_a_node=node.world_size
         )
-        # units are padded, because a native reduce-scatter needs equal parts
+        node.share_broken(self.reducer.comm)  # once the node has failed, no step may begin
+        # padded, because a native reduce-scatter needs equal parts
         sizes = [-(-unit.size // node.world_size) * node.world_size for unit in units]
         self._flat = [
             torch.zeros(size, dtype=unit.dtype, device=unit.device)
@@ -182,7 +184,7 @@ class NodeReducer:
         part = torch.empty_like(flat[: flat.numel() // self.node.world_size])
         self.node.ledger.begin_step(self.reducer.step)
         try:
-            with self.reducer.comm.stage("communicate"):
+            with self.reducer.comm.stage("communicate"), _noted(self.node):
                 work = _reduce_scatter(part, flat, group=self.node.group, async_op=True)
                 await self.node.under_way(_SCATTER, work)
         except CommunicationError:
@@ -290,8 +292,19 @@ class Node:
             CommunicationError: a rank of the node is gone or late.
         """
         under_way, self._under_way = self._under_way, []
-        for one in under_way:
-            one.wait()
+        with _noted(self.comm):
+            for one in under_way:
+                one.wait()
+
+
+@contextmanager
+def _noted(comm: TorchCommunicator) -> Iterator[None]:
+    """Note that a call of the node broke off, after which no exchange may begin."""
+    try:
+        yield
+    except CommunicationError as error:
+        comm.broken.append(first_line(error))
+        raise
 
 
 def _book(comm: TorchCommunicator, phase: str, flat: Tensor) -> None:
@@ -342,5 +355,6 @@ def _gather(comm: TorchCommunicator, whole: Tensor, part: Tensor) -> None:
     # renamed in torch 2.13, like reduce-scatter
     present = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = present(whole, part, group=comm.group, async_op=True)
-    comm.under_way(_GATHER, work).wait()
+    with _noted(comm):
+        comm.under_way(_GATHER, work).wait()
     _book(comm, _GATHER, whole)

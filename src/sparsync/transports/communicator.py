@@ -181,6 +181,10 @@ class Communicator(ABC):
                 "may still arrive; on all ranks close(), connect or attach again, and load"
             )
 
+    def share_broken(self, other: Communicator) -> None:
+        """Count calls that break off on either group for both, whose exchanges depend on each other."""
+        self.broken = other.broken
+
     def close(self) -> None:
         """End the companions, and release the transport's own sockets; a second call does nothing."""
         while self.companions:

@@ -150,6 +150,8 @@ def attach_updates(
             stepped_parameters=held_by(optimizers, trained),
             buffers_that_hold_nan_or_inf=sorted(weights.left_out),
         )
+        if node is not None:  # no exchange may begin once the node has failed
+            node.comm.share_broken(reducer.comm)
     except BaseException:
         groups.close()
         raise

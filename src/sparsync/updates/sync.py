@@ -434,6 +434,9 @@ class UpdateSync(Handle):
 
     def _before_forward(self) -> None:
         ddp, module = self._ddp(), self._plain()
+        if self._weights.node is not None:
+            # checked before DDP prepares for a backward pass, in which the node averages gradients
+            self.reducer.comm.check_whole()
         if ddp is not None:
             module = ddp.module
             if ddp._join_config.enable:

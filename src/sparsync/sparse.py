@@ -201,7 +201,7 @@ class SparseVector:
 
     def divide_(self, divisor: int) -> None:
         """``self /= divisor``, in place."""
-        self.values.div_(divisor)
+        kernels.divide_(self.values, divisor)
 
     def isfinite(self) -> Tensor:
         """Return a boolean mask of the stored elements that are neither NaN nor Inf."""
@@ -308,7 +308,7 @@ class DenseVector:
 
     def divide_(self, divisor: int) -> None:
         """``self /= divisor``, in place."""
-        self.values.div_(divisor)
+        kernels.divide_(self.values, divisor)
 
     def isfinite(self) -> Tensor:
         """Return a boolean mask of the elements that are neither NaN nor Inf."""

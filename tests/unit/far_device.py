@@ -4,7 +4,8 @@ Without a GPU, these tensors reveal two errors that would occur on a GPU: operan
 devices, and reads of device memory from Python. ``memory`` counts the bytes that tensors hold on
 the device, ``waits`` the operations for which the host would wait until the device has caught up,
 and ``passes`` the passes over device memory. All computation is on the CPU, and there are no
-streams. With ``far_device(triton=True)``, the Triton kernels run in Triton's interpreter.
+streams. As on CUDA, a division by a number multiplies by its rounded reciprocal. With
+``far_device(triton=True)``, the Triton kernels run in Triton's interpreter.
 """
 
 import importlib
@@ -103,6 +104,7 @@ class _Far(Tensor):
         return _compute(function, args, kwargs or {})
 
     device, is_cuda, is_cpu, is_meta = FAR, True, False, False
+    reciprocals = True
 
     def to(self, *given, **named):
         """Return the tensor itself if torch would do so on a device."""
@@ -136,8 +138,11 @@ def far(tensor):
 
 
 @contextmanager
-def far_device(triton=False):
-    """Allow tensors to be made on the device and moved to it, with PyTorch's or Triton's kernels."""
+def far_device(triton=False, reciprocals=True):
+    """Allow tensors to be made on the device and moved to it, with PyTorch's or Triton's kernels.
+
+    Without ``reciprocals``, divisions by numbers are exact, as on the CPU.
+    """
 
     def tensor(*args, device=None, **kwargs):
         made = plain_tensor(*args, **kwargs)
@@ -165,6 +170,7 @@ def far_device(triton=False):
         mock.patch.object(torch.cuda, "current_stream", lambda _: _Stream()),
         mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()),
         mock.patch.object(kernels, "_triton", lambda: backend),
+        mock.patch.object(_Far, "reciprocals", reciprocals),
         ExitStack() as patches,
         _Everywhere(),
     ):
@@ -197,6 +203,9 @@ def _compute(function, args, kwargs):
     # C++ code that reads a tensor's device sees the device on which the tensor was made
     moves = bool(there) if asked is None else torch.device(asked).type in (FAR.type, "meta")
     near_args, near_kwargs = _mapped((args, kwargs), _near)
+    divides = name in ("div", "div_") and isinstance(args[0], _Far)
+    if divides and not isinstance(args[1], _Far) and _Far.reciprocals:
+        function, near_args = _multiplication(function, *near_args)
     result = function(*near_args, **near_kwargs)
     crossing = crosses and (bool(here) or (asked is not None and not moves))
     if (there or (crossing and moves)) and not function.is_view and name not in _FREE:
@@ -207,6 +216,14 @@ def _compute(function, args, kwargs):
     # in-place operations return the same tensor
     by_memory = {id(x.near): x for x in there} | {id(x): x for x in here}
     return _mapped(result, lambda x: by_memory[id(x)] if id(x) in by_memory else _Far(x))
+
+
+def _multiplication(function, dividend, divisor):
+    """Return the product that CUDA computes for a division by a number, and its factors."""
+    product = getattr(torch.ops.aten, function.__name__.partition(".")[0].replace("div", "mul"))
+    wide = torch.promote_types(dividend.dtype, torch.float32)
+    factor = 1 / torch.tensor(float(divisor), dtype=wide)
+    return getattr(product, function._overloadname), (dividend, factor.item())
 
 
 def _near(x):

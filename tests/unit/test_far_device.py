@@ -15,6 +15,7 @@ import sparsync
 from sparsync import selection, wire
 from sparsync.averaging.schemes import SCHEMES, options_of
 from sparsync.feedback.reducer import Reducer
+from sparsync.kernels import divide_
 from sparsync.presets import PRESETS, resolve
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.sim import simulate
@@ -162,9 +163,23 @@ def alone():
 )
 def test_the_device_and_the_cpu_compute_equal_bits(compute, alone):
     expected = compute(torch.device("cpu"))
-    with far_device():
+    # AdamW itself divides by numbers
+    with far_device(reciprocals=torch.optim.AdamW not in compute.args):
         computed = [x.cpu() for x in compute(FAR)]
     assert all(torch.equal(*pair) for pair in zip(computed, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_divisions_round_once_on_the_device(dtype):
+    values = noise(0, 0).to(dtype)
+    for divisor in (3, 7, 257, 2049, 1.1):
+        with far_device():
+            divided = divide_(far(values), divisor).cpu()
+            assert divided.dtype == dtype
+        assert torch.equal(divided, divide_(values.clone(), divisor))
+    with far_device():
+        by_reciprocal = (far(noise(0, 0)) / 3).cpu()
+    assert not torch.equal(by_reciprocal, noise(0, 0) / 3)
 
 
 def test_the_stand_in_refuses_operands_from_two_devices():

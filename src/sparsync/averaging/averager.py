@@ -25,6 +25,7 @@ from sparsync.fields import (
     opened,
     sealed,
 )
+from sparsync.kernels import divide_
 from sparsync.names import no_option, parameters_of, text_of
 from sparsync.state import Stateful, fits
 from sparsync.transports.actors import Actor, HostsActors, Reply
@@ -453,7 +454,7 @@ def at_least_1(scheme: str, **values: int | None) -> None:
 
 async def mean(comm: Communicator, vector: Tensor, phase: str = "average") -> Tensor:
     """Average a vector over all ranks."""
-    return await comm.allreduce(vector, phase) / comm.world_size
+    return divide_(await comm.allreduce(vector, phase), comm.world_size)
 
 
 @final

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from sparsync.errors import NonFiniteGradientError, require
-from sparsync.fields import Values
+from sparsync.kernels import divide_
 from sparsync.transports.agree import agree, digest, divergences
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.units import local_of
@@ -319,7 +319,7 @@ class Binding:
                     self._check_finite(torn.name, tensor)
                 wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
                 total = await comm.allreduce(tensor.to(wide).reshape(-1), "settle")
-                tensor.copy_((total / comm.world_size).view(tensor.shape))
+                tensor.copy_(divide_(total, comm.world_size).view(tensor.shape))
             else:
                 first = (await comm.allgather(bytes_of(tensor), "settle"))[0]
                 tensor.copy_(first.view(tensor.dtype).view(tensor.shape))

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparsync.errors import CommunicationError, ConfigurationError, first_line
 from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.sites import measured_sites
+from sparsync.kernels import divide_
 from sparsync.options import Options
 from sparsync.sparse import DenseVector, Vector
 from sparsync.transports.driver import Operation
@@ -148,11 +149,11 @@ class NodeReducer:
         """Store a gradient for the node's reduce-scatter, and the weights if they decay."""
         with self.reducer.comm.stage("accumulate"):
             here = self._flat[unit][start : start + gradient.numel()]
-            # The node's mean is the gradient of one larger batch.  Gradients are divided before they are
-            # summed, because a sum could overflow in 16 bits.
-            torch.div(gradient, self.node.world_size, out=here)
-            # Weights need no sum, because all ranks of a node have the same ones; ``exchange`` cuts out
-            # this rank's part.
+            # The node's mean acts as the gradient of one larger batch.  Gradients are divided before the
+            # sum, which could overflow in 16 bits
+            divide_(here.copy_(gradient), self.node.world_size)
+            # Weights are only copied: all ranks of a node have the same ones, and ``exchange`` cuts out
+            # this rank's part
             correction = self.reducer.correction
             if correction and correction.weight_decay and weights is not None:
                 if unit not in self._weights:
@@ -226,8 +227,8 @@ class NodeReducer:
         # The commit divides the total only after ``prepare``, so the copy is divided here.  It is divided
         # before the cast, because the sum could overflow in 16 bits.
         if self.reducer.algorithm.average:
-            average.div_(self.reducer.comm.world_size)
-        # the memory of this step's gradients is free again, because the reduce-scatter has read it
+            divide_(average, self.reducer.comm.world_size)
+        # reuse the memory of this step's gradients, which the reduce-scatter has already read
         _gather(self.node, flat, average.to(flat.dtype))
         return DenseVector(flat[: self.units[unit].size])
 
@@ -269,7 +270,7 @@ class Node:
 
     def average_(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """Start averaging over the node, in place; if that fails, ``check`` raises the error."""
-        tensor.div_(self.comm.world_size)  # before the sum, which could overflow in 16 bits
+        divide_(tensor, self.comm.world_size)  # before the sum, which could overflow in 16 bits
         work = dist.all_reduce(tensor, group=self.comm.group, async_op=True)
         self._under_way.append(self.comm.under_way(_AVERAGE, work))
         self.comm.ledger.reduced(_AVERAGE, tensor, self.comm.world_size)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparsync.kernels import native, reference
 from sparsync.kernels.keys import key_range, magnitude_keys
-from sparsync.kernels.reference import Dealt
+from sparsync.kernels.reference import Dealt, divide_
 
 __all__ = [
     "Dealt",
@@ -29,6 +29,7 @@ __all__ = [
     "backend_of",
     "count_from",
     "deal",
+    "divide_",
     "find",
     "key_range",
     "magnitude_keys",

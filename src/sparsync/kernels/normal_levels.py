@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from sparsync.kernels import backend_of, native, packing, reference
+from sparsync.kernels import backend_of, divide_, native, packing, reference
 
 __all__ = [
     "BITS",
@@ -232,7 +232,7 @@ class Codes:
         made, others_sum = into.new_empty(into.numel()), into.new_empty(into.numel())
         self.decode_(made, start, keep=False)
         Codes.sum_to_(others_sum, less, start)
-        made.sub_(others_sum).div_(divisor)
+        divide_(made.sub_(others_sum), divisor)
         torch.add(into if keep else torch.zeros_like(into), made, out=into)
 
     @staticmethod

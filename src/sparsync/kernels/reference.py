@@ -16,6 +16,7 @@ __all__ = [
     "accumulate_",
     "count_from",
     "deal",
+    "divide_",
     "find",
     "merge",
     "restrict",
@@ -201,6 +202,22 @@ def scatter_(dense: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     dense.zero_()
     dense[indices] = values.to(dense.dtype)
     return dense
+
+
+def divide_(values: Tensor, divisor: float) -> Tensor:
+    """``values /= divisor``, in place, with every quotient rounded once on every device.
+
+    Example:
+        >>> divide_(torch.tensor([3.0, 1.0]), 2).tolist()
+        [1.5, 0.5]
+    """
+    if values.is_cpu:
+        return values.div_(divisor)
+    # CUDA multiplies by the rounded reciprocal of a number, and of any CPU tensor of one element, which
+    # can change the last bit.  It really divides by a tensor on the device.  A dimension keeps torch
+    # from first rounding the divisor to a dtype of 16 bits.
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return values.div_(values.new_full((1,), divisor, dtype=wide))
 
 
 # ---- dealing ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsync.errors import ConfigurationError, WireFormatError
+from sparsync.kernels import divide_
 from sparsync.sparse import Vector
 from sparsync.transports.communicator import bytes_of
 from sparsync.transports.ledger import Framing, Parts
@@ -344,10 +345,11 @@ def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
     """Divide values and write them to ``into``, or add them to it; the devices may differ."""
     if add:
         if divisor != 1:  # divided in the wider dtype, as below
-            values = values.to(torch.promote_types(values.dtype, into.dtype)) / divisor
+            wide = torch.promote_types(values.dtype, into.dtype)
+            values = divide_(values.to(wide, copy=True), divisor)
         into += values.to(into.device)
     else:
-        into.copy_(values).div_(divisor)
+        divide_(into.copy_(values), divisor)
 
 
 @final

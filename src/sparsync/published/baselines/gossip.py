@@ -20,6 +20,7 @@ from sparsync.averaging.averager import (
     mean,
 )
 from sparsync.errors import check_numbers
+from sparsync.kernels import divide_
 from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator, bytes_of
 from sparsync.transports.ledger import Raw
@@ -140,7 +141,7 @@ class Dpsgd(Averager):
         """Return the mean of this rank's model and its neighbours' models."""
         for _ in range(self.mixing_steps):
             models = await exchange(comm, Ring(), vector, step, "gossip")
-            vector = sum(models[1:], start=models[0]) / len(models)
+            vector = divide_(sum(models[1:], start=models[0].clone()), len(models))
         return vector
 
 
@@ -206,7 +207,7 @@ class Sgp(Averager):
         for message in messages:
             weight_total += message[:_WORD].view(torch.float64).item()
             total += message[_WORD:].view(vector.dtype)
-        return self._keep(weight_total, total.div_(weight_total))
+        return self._keep(weight_total, divide_(total, weight_total))
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the sum of all x over the sum of all w, which is world_size; reset the weights to 1."""

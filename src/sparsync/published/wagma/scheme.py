@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sparsync.averaging.averager import Accompanied, Staleness, at_least_1
 from sparsync.console import say
 from sparsync.errors import check_numbers, require
+from sparsync.kernels import divide_
 from sparsync.published.wagma.agents import (
     Agent,
     Answer,
@@ -247,17 +248,17 @@ class Wagma(Accompanied):
         self.left_out, self._present = answer.left_out, answer.present
         result = answer.result
         self.memory = self._rounds.memory()
-        total = result.total.to(vector.device)
+        total = result.total.to(vector.device, copy=True)
         if answer.resumes:
             self.resume_at = step_of(result.version + 1)
-            return total / result.models
+            return divide_(total, result.models)
         # lines 10 to 14 and 16 of Algorithm 2; each result is used only once
         if result.version <= self._taken:
             return vector
         self._taken = result.version
         if result.version == version == result.contributed:
-            return total / result.models
-        return (total + vector) / (result.models + 1)
+            return divide_(total, result.models)
+        return divide_(total.add_(vector), result.models + 1)
 
 
 @final

@@ -17,6 +17,8 @@ from sparsync.collectives import quantised
 from sparsync.errors import CommunicationError, PeerError
 from sparsync.gradients import hierarchy, sites
 from sparsync.transports.driver import Operation
+from sparsync.transports.ledger import Raw
+from sparsync.transports.process_group import Groups, TorchCommunicator
 from sparsync.units import local_of
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
@@ -341,6 +343,53 @@ def test_buffers_are_averaged_over_nodes_too():
     train(net, range(3), optimizer)
     assert same_everywhere(layers[1].running_mean) and bool(layers[1].running_mean.any())
     sync.close()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("exchange", ["gradients", "updates"])
+def test_groups_that_may_be_of_nccl_get_no_messages(exchange):
+    """NCCL runs the messages of a pair in order: two ranks that first receive would wait forever."""
+    default, make, real = set(), Groups.make, {"isend": dist.isend, "irecv": dist.irecv}
+
+    def noted(self, ranks, backend="gloo"):
+        group = make(self, ranks, backend)
+        default.update([group] if backend is None else [])
+        return group
+
+    def checked(name):
+        def call(*arguments, group, **named):
+            assert group not in default, f"{name} over the default backend"
+            return real[name](*arguments, group=group, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Groups, "make", noted)
+        for name in real:
+            patch.setattr(dist, name, checked(name))
+        if exchange == "gradients":
+            net, sync = on_nodes(sentinel=Sentinel(period=1))
+            train(net, range(2))
+        else:
+            layers = torch.nn.Linear(20, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 5)
+            net = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+            layers[1].running_mean.fill_(dist.get_rank())  # made equal by messages
+            net, optimizer, sync = updating(net)
+            train(net, range(2), optimizer)
+            sync.finish()
+        sync.load_state_dict(sync.state_dict())
+        assert default and same_everywhere(flat(net))
+        sync.close()
+
+
+@on_ranks(4)
+def test_messages_over_nccl_are_refused():
+    comm = TorchCommunicator()
+    comm.device = torch.device("cuda", 0)  # as with NCCL
+    for start in (comm.start_send, comm.start_recv):
+        payload = torch.zeros(1) if start == comm.start_send else 4
+        with refused("in phase 'a' would go over NCCL"):
+            start(payload, 1 - dist.get_rank() % 2, "a", Raw("value"))
 
 
 @on_ranks(4)

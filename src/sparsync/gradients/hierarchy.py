@@ -122,14 +122,16 @@ class NodeReducer:
         self, options: Options, ranks: Sequence[int], units: Sequence[Unit], groups: Groups
     ) -> None:
         inner, outer = nodes_of(options, ranks, groups)
-        # The default backend, usually NCCL, is fast inside a node.  Between nodes, sparse messages need
-        # gloo or ZeroMQ, because with NCCL a receiver must know the length of a message in advance.
+        timeout, device = options.transport.timeout, units[0].device if units else None
+        # The default backend, usually NCCL, is fast inside a node, but serves only native collectives.
+        # Decisions there, and sparse messages between nodes, need gloo or ZeroMQ
         group = groups.make(inner, backend=None)
-        self.node = node = TorchCommunicator(group, timeout=options.transport.timeout)
-        options.agree_with(node)
+        self.node = node = TorchCommunicator(group, timeout=timeout, device=device)
+        control = TorchCommunicator(groups.make(inner), timeout=timeout, ledger=node.ledger)
+        options.agree_with(control)
         self.units = list(units)
         runs, self.pieces = _divide(units, node.rank, node.world_size)
-        self.consensus = PartsConsensus(node)
+        self.consensus = PartsConsensus(control)
         self.reducer = options.reducer(
             groups.make(outer), runs, self.consensus, ranks_of_a_node=node.world_size
         )
@@ -240,18 +242,26 @@ class Node:
     All runs of a tensor have the same length; the last ones are padded with zeros.
 
     Attributes:
-        comm: connects the ranks of this node; used only on the training thread and, for DDP, on
-            autograd's thread.
+        comm: the ranks of this node, for native collectives; used only by the training thread and, for
+            DDP, by autograd's.
         consensus: the joint decision of this node's ranks, on the engine's thread.
         peers: the ranks with the same runs, one in each node.
     """
 
-    def __init__(self, options: Options, ranks: Sequence[int], groups: Groups) -> None:
+    def __init__(
+        self,
+        options: Options,
+        ranks: Sequence[int],
+        groups: Groups,
+        device: torch.device | None = None,
+    ) -> None:
         inner, self.peers = nodes_of(options, ranks, groups)
         timeout = options.transport.timeout
-        # The same ranks form two groups, one per thread.  A group's collectives must start in the same
-        # order on all ranks, and two threads could not guarantee this for a single group.
-        self.comm = TorchCommunicator(groups.make(inner, backend=None), timeout=timeout)
+        # The same ranks form two groups: a group's collectives must start in the same order on all
+        # ranks, which two threads that shared a group could not guarantee.  And NCCL, the usual default
+        # backend, serves only native collectives.
+        group = groups.make(inner, backend=None)
+        self.comm = TorchCommunicator(group, timeout=timeout, device=device)
         self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
         options.agree_with(self.consensus.parts)
         self._under_way: list[Operation] = []

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 from sparsync.errors import CommunicationError, ConfigurationError, DeadlineError, PeerError
 from sparsync.transports.communicator import Communicator, ReduceOp, check_timeout
 from sparsync.transports.driver import Finished, Operation
-from sparsync.transports.ledger import Framing, Parts
+from sparsync.transports.ledger import Framing, Ledger, Parts
 from sparsync.transports.rendezvous import GlooPlace, check_places, check_sockets, convene, store_of
 
 if TYPE_CHECKING:
@@ -113,27 +113,43 @@ def check_transport(transport: str, sockets: Mapping[str, Any]) -> None:
 class TorchCommunicator(Communicator):
     """One rank of a process group, or of the default group if ``group`` is None.
 
-    With gloo, CUDA tensors are staged through host memory.  With NCCL, only the native collectives are
-    possible, because NCCL has no channels, and both sides of a message must know its length.
+    With gloo, CUDA tensors are staged through host memory.  NCCL serves only the native collectives: it
+    has no channels, both sides of a message must know its length, and a pair of ranks that both receive
+    before they send waits forever.
+
+    Args:
+        group: the process group.
+        timeout: seconds that any wait may take.
+        device: the GPU of this rank for NCCL; None means the current one.
+        ledger: counts the traffic; None means a new one.
     """
 
     pads = True
     tags = NEVER
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 300.0,
+        device: torch.device | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise ConfigurationError(
                 "torch.distributed is not initialised; call init_process_group() first, "
                 "or run under torchrun"
             )
         timeout = check_timeout(timeout)
-        backend = dist.get_backend(group)
-        on_gpu = backend == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
+        if dist.get_backend(group) != "nccl":
+            device = torch.device("cpu")
+        elif device is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self.group, self.timeout = group, timeout
-        # These calls are private, because torch has no public way to read a group's timeout.  gloo ends
-        # a collective at that timeout without saying so, even if ``timeout`` is longer.
+        self.ledger = ledger or self.ledger
+        # These calls are private, because torch has no public way to read a group's timeout.  If it is
+        # shorter than ours, gloo ends a collective at the group's timeout without saying so.
         own = group or distributed_c10d._get_default_group()
         options = getattr(own._get_backend(self.device), "options", None)
         longest = options._timeout.total_seconds() if options is not None else timeout
@@ -150,6 +166,7 @@ class TorchCommunicator(Communicator):
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Start ``isend``; gloo reads the payload's memory until the operation is done."""
         payload, where = payload.contiguous(), f"send to rank {dest} in phase '{phase}'"
+        self._check_messages(where)
         if payload.numel() == 0:
             return Finished()
         with _named(self, where):
@@ -163,11 +180,7 @@ class TorchCommunicator(Communicator):
         gloo accepts a message shorter than the buffer, and does not report its length.
         """
         where = f"message from rank {source} in phase '{phase}'"
-        if framing.variable and self.device.type == "cuda":
-            raise ConfigurationError(
-                f"rank {self.rank}: {where} has no length known in advance, which NCCL needs; use "
-                "transport='zmq', or a group of gloo's"
-            )
+        self._check_messages(where)
         buffer, work = torch.empty(capacity, dtype=torch.uint8, device=self.device), None
         if capacity:
             with _named(self, where):
@@ -179,6 +192,13 @@ class TorchCommunicator(Communicator):
             return payload
 
         return _Call(self, where, lambda: work, finish)
+
+    def _check_messages(self, where: str) -> None:
+        if self.device.type == "cuda":
+            raise ConfigurationError(
+                f"rank {self.rank}: {where} would go over NCCL, which serves only native collectives; "
+                "use transport='zmq', or a group of gloo's"
+            )
 
     def abort(self) -> None:
         """End all waits for this group's messages and collectives."""

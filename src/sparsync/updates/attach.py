@@ -116,7 +116,8 @@ def attach_updates(
         if replicate is None:
             ranks = dist.get_process_group_ranks(groups.world or dist.group.WORLD)
             if options.transport.hierarchy is not None:
-                node = Node(options, ranks, groups)
+                device = next((p.device for p in trained.values()), None)
+                node = Node(options, ranks, groups, device)
                 ranks, consensus = node.peers, node.consensus
         else:
             pieces, kinds, ranks, consensus = _parts(module, replicate, groups, options)
@@ -162,7 +163,7 @@ def attach_updates(
         # exchanged later, and DDP stops broadcasting buffers.  This must happen before the engine reads
         # the vector that ranks share.
         if buffers := weights.exchanged_buffers():
-            for comm in [reducer.comm] if node is None else [node.comm, reducer.comm]:
+            for comm in [reducer.comm] if node is None else [node.consensus.parts, reducer.comm]:
                 run(equalise_(comm, buffers))
         countable = node is None and not several
         carrier = Carrier(make_engine(reducer, groups, consensus), weights.device)

@@ -159,9 +159,8 @@ class AllRanks(UpdateRanks):
             run(self._outer.deliver())
             # these were not exchanged, and DDP's broadcast before every forward pass is off
             others = self._weights.others()
-            with self._outer.reducer.exchanging():
-                for ranks in [comm] if node is None else [node.comm, comm]:
-                    run(equalise_(ranks, others))
+            for ranks in [comm] if node is None else [node.consensus.parts, comm]:
+                run(equalise_(ranks, others))
 
 
 @final

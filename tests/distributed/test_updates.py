@@ -950,6 +950,17 @@ def test_other_rates_and_other_outer_settings_are_found_at_attach(algorithm):
         outer = OuterStep(**{**OUTER_SETTINGS[algorithm], **settings})
         with refused("ranks disagree on settings", words, error=PeerError):
             sparsync.attach(net, optimizer, outer)
+    text = torch.Tensor.__repr__
+    for rate, equal in ((torch.tensor(0.01), True), (torch.tensor(0.01 + 1e-6 * odd), False)):
+        # on a GPU, the text of a tensor names the rank's device
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+        told = refused("ranks disagree on settings", "rates=[[0.0100", error=PeerError)
+        with pytest.MonkeyPatch.context() as patch, contextlib.nullcontext() if equal else told:
+            patch.setattr(
+                torch.Tensor, "__repr__", lambda *x, **k: f"{text(*x, **k)} of {dist.get_rank()}"
+            )
+            sparsync.attach(net, optimizer, OuterStep(**OUTER_SETTINGS[algorithm])).close()
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02 if odd else 0.01)
     local = OuterAverager(net, **OUTER_SETTINGS["demo"], optimizer=optimizer)

@@ -6,6 +6,9 @@ import torch
 from sparsync.transports.sim import simulate
 from sparsync.updates import gradient_noise
 from sparsync.updates.gradient_noise import GradientNoise, correct, noise_of, with_moments
+from sparsync.updates.step_length import lengthen
+
+from .far_device import FAR, far, far_device, waits
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
 STEPS = 5
@@ -338,6 +341,49 @@ def test_steps_are_corrected_together_as_often_as_a_parameter_was_stepped():
             correct(optimizer, dict.fromkeys(parameters, 0.25), 4, counts, steps)
             for parameter, its in zip(parameters, ends, strict=True):
                 torch.testing.assert_close(parameter.detach(), its)
+
+
+def test_rates_and_counts_on_a_device_are_read_once():
+    torch.manual_seed(0)
+    given = [torch.randn(3, 5) for _ in range(4)]
+
+    def corrected(device):
+        there = far if device == FAR else torch.clone
+        parameters = [torch.nn.Parameter(there(one)) for one in given[:2]]
+        groups = [
+            {"params": [p], "lr": there(torch.tensor(0.1 + n))} for n, p in enumerate(parameters)
+        ]
+        optimizer = torch.optim.AdamW(groups, foreach=False, betas=(0.9, 0.99))
+        for parameter in parameters:
+            parameter.grad = there(given[0])
+            moments = {"exp_avg": there(given[2]), "exp_avg_sq": there(given[3].square())}
+            optimizer.state[parameter] = {"step": there(torch.tensor(STEPS * 1.0)), **moments}
+        waits.clear()
+        correct(optimizer, dict.fromkeys(parameters, 0.25), 4)
+        return [parameter.detach().cpu() for parameter in parameters]
+
+    expected = corrected(torch.device("cpu"))
+    with far_device():
+        found = corrected(FAR)
+    assert waits["tolist"] == 1 and waits.total() == 1 + 2  # the test itself reads the parameters
+    assert all(map(torch.equal, found, expected))
+    assert not torch.equal(found[0], given[0])
+
+
+def test_a_decay_on_a_device_is_read_once():
+    with far_device():
+        parameters = [torch.nn.Parameter(far(torch.ones(3))) for _ in range(2)]
+        optimizer = torch.optim.Adamax(parameters, lr=0.5, weight_decay=0.1, foreach=False)
+        optimizer.param_groups[0]["lr"] = far(torch.tensor(0.5))
+        optimizer.param_groups[0]["decoupled_weight_decay"] = True
+        steps = {parameter: far(torch.full((3,), 2.0)) for parameter in parameters}
+        for parameter in parameters:
+            parameter.grad = far(torch.ones(3))
+        waits.clear()
+        lengthen(optimizer, steps, dict.fromkeys(parameters, 0.25), 4)
+        assert waits == {"tolist": 1}
+        # of -1, the decay is 0.05 times 2, and the rest is doubled
+        assert parameters[1].tolist() == pytest.approx([0.1] * 3)
 
 
 def test_a_fused_step_that_a_scaler_skips_is_not_corrected():

@@ -27,6 +27,7 @@ from sparsync.updates.gradient_noise import noise_of
 from sparsync.updates.offload import offloaded
 from sparsync.updates.outer_engine import OuterEngine, alone
 from sparsync.updates.outer_step import OuterStep
+from sparsync.updates.step_length import floats
 from sparsync.updates.sync import AllRanks, Carrier, UpdateSync
 from sparsync.updates.weights import ModelWeights, OwnWeights, trained_of
 
@@ -146,7 +147,8 @@ def attach_updates(
             on_host=offload.residual,
             outer=outer.described(),
             advises=advises,
-            rates=[[group.get("lr") for group in one.param_groups] for one in optimizers],
+            # as floats: the text of a tensor names its device, and has four digits
+            rates=[floats(group.get("lr") for group in one.param_groups) for one in optimizers],
             ranks_of_a_node=1 if node is None else node.comm.world_size,
             stepped_parameters=held_by(optimizers, trained),
             buffers_that_hold_nan_or_inf=sorted(weights.left_out),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, starmap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import accumulate, chain, pairwise, starmap
 from typing import Any, Final
 
 import torch
@@ -16,7 +16,7 @@ from sparsync.fields import Common, Fields, Kind, Number, Values
 from sparsync.kernels import backend_of, native, reference
 from sparsync.sparse import run_length
 from sparsync.units import flatten, is_finite, local_of, output_parameters, unflatten
-from sparsync.updates.step_length import of_own_length
+from sparsync.updates.step_length import floats, of_own_length
 
 __all__ = [
     "TOGETHER",
@@ -438,15 +438,22 @@ def correct(
     its count in ``counts`` are corrected, because a subclass may step on some of its calls only.  The
     counts are updated.
 
-    Cost: one pass, which reads three tensors and writes one.  If steps are counted on a device
-    (``fused``, ``capturable``), the host waits for the counts once.
+    Cost: one pass, which reads three tensors and writes one.  If steps are counted or rates kept on a
+    device (``fused``, ``capturable``), the host waits for all these numbers once.
     """
     counts = {} if counts is None else counts
     # Steps are counted even without shares and gradients: the first share may become known just before a
     # call that does not step, and the optimizer may have dropped the gradients of an earlier step.
     stepped = [] if found_inf(optimizer) or ranks <= 1 else list(with_moments(optimizer))
+    groups = list({id(group): group for *_, group in stepped}.values())
+    rates = chain.from_iterable((group["lr"], *group["betas"]) for group in groups)
+    told = floats([*(state["step"] for _, state, _ in stepped), *rates])
+    taken, told = told[: len(stepped)], told[len(stepped) :]
+    rates_of = dict(
+        zip(map(id, groups), zip(told[::3], told[1::3], told[2::3], strict=True), strict=True)
+    )
     jobs: list[_Job] = []
-    for (parameter, state, group), step in zip(stepped, _steps(stepped), strict=True):
+    for (parameter, state, group), step in zip(stepped, taken, strict=True):
         known, before = counts.get(parameter, (None, -1.0))
         # A count is comparable only if it is the same tensor, and has not decreased: a state that was
         # loaded or dropped counts anew.
@@ -457,10 +464,10 @@ def correct(
         counts[parameter] = state["step"], step
         if short <= 0 or not _shortened(shares.get(parameter)):
             continue
-        (beta1, beta2), share = group["betas"], shares[parameter]
+        (lr, beta1, beta2), share = rates_of[id(group)], shares[parameter]
         # the bias corrections as factors: v / (1 - beta2^t) and lr m / (1 - beta1^t)
         own = 1 / (1 - beta2**step)
-        rate = -float(group["lr"]) * short / (1 - beta1**step)
+        rate = -lr * short / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
         tensors, eps = (*moments, local_of(parameter)), float(group["eps"])
         # by chance, a measured share may be below the least possible one, 1 / P, that of pure noise
@@ -486,13 +493,10 @@ def found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
-    """Return the learning rate of all groups, for an outer step by signs."""
-    # all groups need the same rate, because an outer step does not distinguish groups
-    rates = {float(group["lr"]) for one in optimizers for group in one.param_groups}
-    require(
-        len(rates) == 1,
-        f"sign: groups have learning rates {sorted(rates)}; give all groups the same rate",
-    )
+    """Return the learning rate shared by all groups, for a step by signs."""
+    # one rate serves the whole vector, because the outer step does not distinguish groups
+    rates = set(floats(group["lr"] for one in optimizers for group in one.param_groups))
+    require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same")
     return rates.pop()
 
 
@@ -512,14 +516,6 @@ def drop_broken(
     for state, here in zip(states, broken, strict=True):
         if here or everything:
             state.clear()
-
-
-def _steps(stepped: Sequence[tuple[Tensor, dict[str, Any], dict[str, Any]]]) -> list[float]:
-    """Return the number of steps taken on each parameter."""
-    counts = [state["step"] for _, state, _ in stepped]
-    if any(isinstance(count, Tensor) and not count.is_cpu for count in counts):
-        return list(map(float, torch.stack(counts).tolist()))  # a single wait for all counts
-    return list(map(float, counts))
 
 
 def _pass_over(jobs: Iterable[_Job]) -> None:

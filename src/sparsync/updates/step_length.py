@@ -8,7 +8,7 @@ its optimizer sees averaged gradients.  (Adam and AdamW without ``amsgrad`` are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsync.units import local_of
 
-__all__ = ["lengthen", "of_own_length", "remember"]
+__all__ = ["floats", "lengthen", "of_own_length", "remember"]
 
 # The measured optimizers (``benchmarks/optimizers.py``), by the name of their class or of a base class.
 # The value is whether weight decay is decoupled from the gradient, unless a group says otherwise.  A
@@ -62,6 +62,19 @@ def of_own_length(
             yield parameter, group, apart
 
 
+def floats(numbers: Iterable[Any]) -> list[float]:
+    """Return numbers, or tensors of one number each, as floats; None is 0.
+
+    The host waits once for all numbers on a device.
+    """
+    every = [0.0 if one is None else one for one in numbers]
+    there = [one.reshape(()) for one in every if isinstance(one, Tensor) and not one.is_cpu]
+    told = iter(torch.stack(there).tolist() if there else ())
+    return [
+        next(told) if isinstance(one, Tensor) and not one.is_cpu else float(one) for one in every
+    ]
+
+
 @torch.no_grad()
 def remember(optimizer: torch.optim.Optimizer, steps: Mapping[Tensor, Tensor]) -> None:
     """Copy the weights before a step into ``steps``, for ``lengthen`` to compute the step from."""
@@ -90,17 +103,18 @@ def lengthen(
     Cost: ``remember`` reads the weights and writes a copy; this function reads and writes both.  Memory:
     a copy of the weights.
     """
-    for parameter, group, decays in of_own_length(optimizer):
-        if parameter not in steps:
-            continue
+    every = [(p, group, decays) for p, group, decays in of_own_length(optimizer) if p in steps]
+    groups = list({id(group): group for _, group, _ in every}.values())
+    # transformers' Adafactor may choose its own rate (lr=None); the decay is then unknown
+    told = floats(group.get(key) for group in groups for key in ("lr", "weight_decay"))
+    decay_of = {id(g): lr * own for g, lr, own in zip(groups, told[::2], told[1::2], strict=True)}
+    for parameter, group, decays in every:
         weights, step = local_of(parameter), steps[parameter]
         rests = torch.eq(weights, step).all() if parameter.grad is None else None
         torch.sub(weights, step, out=step)
-        # transformers' Adafactor may choose its own rate (lr=None); the decay is then taken for 0
-        rates = [float(group.get(key) or 0.0) for key in ("lr", "weight_decay")]
         # w' = (1 - decay) w + step, but only w' and w' - w are known:
         # step = (1 - decay) (w' - w) + decay w'
-        if decays and (decay := rates[0] * rates[1]):
+        if decays and (decay := decay_of[id(group)]):
             step.mul_(1 - decay).add_(weights, alpha=decay)
             # A parameter without a gradient is usually not even decayed; then its step is 0, not
             # decay w'.  A mask stays on the device, so the host need not wait to know which case it is.

@@ -135,6 +135,26 @@ def test_steps_that_cannot_be_averaged_are_refused(alone, made, message):
         check_stepped(Show(made(net().parameters())))
 
 
+@pytest.mark.parametrize("exchange", ["gradients", "updates"])
+def test_training_on_the_cpu_leaves_a_gpu_of_the_machine_alone(alone, exchange, monkeypatch):
+    def initialise():
+        raise RuntimeError("CUDA is initialised")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialise)
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+    replicas = dist.group.WORLD if exchange == "gradients" else None
+    with sparsync.attach(net, optimizer, exchange=exchange, replicate=replicas) as sync:
+        for _ in range(2):
+            net(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        assert sync.stats()["exchanges"] == 2
+        sync.load_state_dict(sync.state_dict())
+        if exchange == "updates":
+            sync.finish()
+
+
 def test_weights_are_not_averaged_twice(alone):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own: its torch.jit

@@ -187,7 +187,8 @@ class Carrier:
 
         def job() -> float:
             begin = time.perf_counter()
-            with torch.cuda.stream(stream):  # a no-op if None
+            # not ``torch.cuda.stream(None)``, which does nothing but initialise CUDA
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
                 run(exchange())
             return time.perf_counter() - begin
 

@@ -188,9 +188,12 @@ def train(name: str, device: torch.device, size: int, group: Any = None) -> tupl
 
 def _of_exchange(sync: Any, device: torch.device) -> Row:
     """Return the bytes of a step, and the share of exchange time for which training did not wait."""
-    stats = sync.stats()
-    residuals = {f"residual {i}": r.accumulated for i, r in enumerate(sync.reducer.residuals)}
-    check_device(device, **residuals)
+    stats, reducer = sync.stats(), sync.reducer
+    for i, (unit, residual) in enumerate(zip(reducer.units, reducer.residuals, strict=True)):
+        # by default, residuals of rounded updates are kept in host memory
+        offloaded = stats["exchange"] == "updates" and not unit.dense
+        home = torch.device("cpu") if offloaded else device
+        check_device(home, **{f"residual {i}": residual.accumulated})
     if stats["exchange"] == "updates":
         check_device(device, **{"the shared weights": sync.outer.memory["shared"]})
         busy, waited = stats["exchange_seconds"], stats["waited_seconds"]

@@ -1,5 +1,7 @@
 """Test that exchanged updates may keep their memory on the host, and that bad settings are refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,11 +21,15 @@ def alone():
     dist.destroy_process_group()
 
 
-def attached(free=None, **given):
-    """Attach a model on the device; return where its memory is."""
-    net = nn.Linear(64, 8)
+def on_device(net):
     for name, p in list(net.named_parameters()):
         setattr(net, name, nn.Parameter(far(p)))
+    return net
+
+
+def attached(free=None, **given):
+    """Attach a model on the device; return where its memory is."""
+    net = on_device(nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(net.parameters())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "free_bytes", lambda device: free)
@@ -50,6 +56,21 @@ def test_without_room_on_the_device_all_of_it_is_on_the_host_and_that_is_said(ca
         assert attached(free=16 * n - 1) == ("cpu", "cpu")
     said = capsys.readouterr().err
     assert f"{FAR} has" in said and "the shared weights of 520 parameters" in said
+
+
+@pytest.mark.parametrize("exchange", ["gradients", "updates"])
+def test_make_gpu_finds_residuals_where_they_are(exchange, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import gpu_parts
+
+    with far_device():
+        net = on_device(nn.Linear(64, 8))
+        optimizer = gpu_parts.optimizer_of(net, exchange)
+        replicas = dist.group.WORLD if exchange == "gradients" else None
+        with sparsync.attach(net, optimizer, exchange=exchange, replicate=replicas) as sync:
+            net(far(torch.ones(2, 64))).sum().backward()
+            optimizer.step()
+            assert gpu_parts._of_exchange(sync, FAR)["MB sent per step"] == 0
 
 
 @pytest.mark.parametrize(

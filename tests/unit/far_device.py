@@ -169,7 +169,7 @@ def far_device(triton=False, reciprocals=True):
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
         mock.patch.object(torch.cuda, "current_stream", lambda _: _Stream()),
         mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()),
-        mock.patch.object(kernels, "_triton", lambda: backend),
+        mock.patch.object(kernels, "_triton", lambda _: backend),
         mock.patch.object(_Far, "reciprocals", reciprocals),
         ExitStack() as patches,
         _Everywhere(),

@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -146,3 +148,23 @@ def test_every_p_consecutive_elements_have_p_owners(group, world_size):
     indices = torch.arange(group * world_size, (group + 1) * world_size)
     dealt = kernels.deal(indices, world_size)
     assert dealt.counts == [1] * world_size and set(dealt.local.tolist()) == {group}
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_where_triton_cannot_launch_pytorch_takes_its_place(works, monkeypatch, caplog):
+    """Triton compiles its driver with a C compiler at the first launch."""
+    backend = importlib.import_module("sparsync.kernels.triton")
+
+    def launch(*arguments, **constants):
+        if not works:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    monkeypatch.setattr(backend, "installed", lambda: True)
+    monkeypatch.setattr(backend, "_launch", launch)
+    here = torch.device("cpu")
+    chosen = kernels._triton.__wrapped__
+    for _ in range(2):
+        assert chosen(here) is (backend if works else None)
+    said = [] if works else ["Triton cannot launch kernels on cpu (Failed to find C compiler.), so"]
+    assert [record.getMessage()[: len(said[0])] for record in caplog.records] == said
+    kernels._warn_that_triton_fails.cache_clear()

@@ -19,6 +19,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from sparsync.errors import first_line
 from sparsync.kernels import native, reference
 from sparsync.kernels.keys import key_range, magnitude_keys
 from sparsync.kernels.reference import Dealt, divide_
@@ -67,16 +68,35 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
         if native.EXTENSION is None and tensors[0].numel() >= _LARGE:
             _warn_that_kernels_are_slow()
     elif on_cuda:
-        return _triton() or reference
+        return _triton(tensors[0].device) or reference
     return reference
 
 
 @functools.cache
-def _triton() -> Any:
-    """Return the Triton backend, imported at the first CUDA tensor, or None without Triton."""
+def _triton(device: torch.device) -> Any:
+    """Return the Triton backend, imported at the first CUDA tensor, or None where it cannot be used."""
     # imported lazily, because processes without a GPU do not need it
     backend = importlib.import_module("sparsync.kernels.triton")
-    return backend if backend.installed() else None
+    if not backend.installed():
+        return None
+    first, second = torch.zeros(2, 1, device=device)
+    try:
+        # Triton compiles C code for its first launch, which fails without a compiler or Python's headers
+        backend.accumulate_(first, second)
+    except Exception as error:
+        _warn_that_triton_fails(str(device), first_line(error))
+        return None
+    return backend
+
+
+@functools.cache  # once per process and device
+def _warn_that_triton_fails(device: str, reason: str) -> None:
+    logging.getLogger("sparsync").warning(
+        "Triton cannot launch kernels on %s (%s), so PyTorch's are used, with the same results but more "
+        "passes over memory: install a C compiler and Python's headers (gcc, python3-dev)",
+        device,
+        reason,
+    )
 
 
 @functools.cache  # once per process

@@ -421,8 +421,8 @@ def test_complex(column):
     attach="untested. Each device has its own units (tested); an exchange of gradients from two GPUs has "
     "not been run.",
     UpdateSpace="untested. As with `attach`.",
-    updates="untested. As with `averaging`. (tests/unit/test_averager.py"
-    "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
+    updates="refused. They would be exchanged as one vector. (tests/unit/test_offload.py"
+    "::test_parameters_on_several_devices_are_refused)",
     averaging="untested. They would be sent as one vector on the first parameter's device; this "
     "has not been run. "
     "(tests/unit/test_averager.py::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",

@@ -58,6 +58,30 @@ def test_without_room_on_the_device_all_of_it_is_on_the_host_and_that_is_said(ca
     assert f"{FAR} has" in said and "the shared weights of 520 parameters" in said
 
 
+def test_parameters_on_several_devices_are_refused():
+    with far_device():
+        net = nn.Sequential(nn.Linear(64, 8), on_device(nn.Linear(8, 8)))
+        optimizer = torch.optim.AdamW(net.parameters())
+        with pytest.raises(
+            ConfigurationError, match=r"\('0.weight' on cpu, '1.weight' on cuda:0\)"
+        ):
+            sparsync.attach(net, optimizer)
+
+
+def test_buffers_may_be_on_another_device():
+    with far_device():
+        net = on_device(nn.Linear(64, 8))
+        net.register_buffer("mean", torch.ones(3))
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+        with sparsync.attach(net, optimizer) as sync:
+            for _ in range(2):
+                net(far(torch.ones(2, 64))).sum().backward()
+                optimizer.step()
+                net.mean += 1
+            sync.finish()
+        assert net.mean.tolist() == [3.0] * 3
+
+
 @pytest.mark.parametrize("exchange", ["gradients", "updates"])
 def test_make_gpu_finds_residuals_where_they_are(exchange, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))

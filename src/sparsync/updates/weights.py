@@ -31,13 +31,15 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
     """Return the parameters whose updates are exchanged, by name.
 
     Raises:
-        ConfigurationError: a parameter is complex, or has no values yet.
+        ConfigurationError: a parameter is complex, has no values yet, or is on another device than the
+            first.
     """
     trained = {
         name: parameter
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     }
+    places: dict[torch.device, str] = {}  # and the first parameter of each
     for name, parameter in trained.items():
         if parameter.is_complex():
             raise ConfigurationError(
@@ -48,6 +50,13 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
                 f"'{name}' has no values yet; materialise the model (load it, or a first forward pass) "
                 "before attach"
             )
+        places.setdefault(parameter.device, name)
+    told = ", ".join(f"'{name}' on {device}" for device, name in places.items())
+    require(
+        len(places) < 2,
+        f"parameters are on several devices ({told}), but updates are exchanged as one vector; move the "
+        "model to one device per rank, or choose exchange='gradients'",
+    )
     return trained
 
 
@@ -227,6 +236,7 @@ class ModelWeights(Weights):
             first, middle = self._rank * -(-tensor.numel() // self._divisor), here.start
             if name not in self.left_out:
                 found = tensor.detach().flatten()[first + inside.start : first + inside.stop]
+                found = found.to(self._like.device)  # buffers may be elsewhere
                 middle += len(found)
                 yield slice(here.start, middle), found
             if middle < here.stop:  # the last run is padded

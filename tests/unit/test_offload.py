@@ -1,5 +1,6 @@
 """Test that exchanged updates may keep their memory on the host, and that bad settings are refused."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,14 @@ from torch import nn
 
 import sparsync
 from sparsync.errors import ConfigurationError
-from sparsync.updates import offload
+from sparsync.feedback.reducer import Reducer
+from sparsync.presets import resolve
+from sparsync.transports.sim import simulate
+from sparsync.updates import OuterStep, offload
+from sparsync.updates.outer_engine import OuterEngine
+from sparsync.updates.weights import ModelWeights
 
-from .far_device import FAR, far, far_device
+from .far_device import FAR, far, far_device, passes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,3 +122,46 @@ def test_what_reads_the_whole_residual_cannot_be_offloaded(given, message):
 def test_offload_is_a_switch():
     with pytest.raises(ConfigurationError, match="offload is 'host'; give True, False, or None"):
         sparsync.Compression(offload="host")
+
+
+# ---- bytes over the bus ------------------------------------------------------------------------------
+
+
+def bytes_over_the_bus(residual, shared):
+    """Return the bytes per parameter that an exchange of two bits per weight copies, on 2 ranks."""
+    found = []
+
+    async def program(comm):
+        net = on_device(nn.Linear(4096, 1, bias=False))
+        trained = dict(net.named_parameters())
+        weights = ModelWeights(net, trained, True)
+        algorithm = resolve("quantised", bits=2, block=512)
+        settings = OuterStep(algorithm=algorithm, period=1, residual="weights")
+        layout = settings.plan(weights.read(slice(0, None)), trained, rest=weights.rest)
+        chosen = await settings.chosen.on(comm)
+        reducer = Reducer(comm, layout.units, chosen, settings.density, on_host=residual)
+        engine = OuterEngine(settings, layout, reducer, weights, on_host=shared)
+        for step in range(2):
+            with torch.no_grad():
+                net.weight += far(torch.randn(1, 4096) * 0.01)
+            await comm.allgather(torch.zeros(1), "all have moved")
+            passes.clear()
+            await comm.allgather(torch.zeros(1), "nothing is counted")
+            await engine.advance(step)
+            engine.count()
+            await comm.allgather(torch.zeros(1), "all have exchanged")
+            found.append(passes["copy from or to the host"])
+
+    with far_device():
+        simulate(program, 2)
+    return found[-1] / 2 / 4096
+
+
+@pytest.mark.parametrize(
+    ("offload", "on_host"),
+    [("None", (True, False)), ("True", (True, True)), ("False", (False, False))],
+)
+def test_bytes_over_the_bus_are_documented(offload, on_host):
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    (documented,) = re.findall(rf"^\| `offload={offload}`.*\| (\d+) \|$", text, re.MULTILINE)
+    assert int(documented) == pytest.approx(bytes_over_the_bus(*on_host), abs=0.5)

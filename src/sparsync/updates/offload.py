@@ -1,9 +1,9 @@
 """Decide which vectors of an exchange of updates live on the accelerator, and which in host memory.
 
 Besides the model, a rank keeps the shared weights and the residual, with one float per parameter each,
-and an outer momentum if there is one.  An exchange reads and writes each vector once, in runs.  A vector
-in host memory therefore costs two copies over the bus per exchange.  If all of them are there, attaching
-takes no memory on the device that grows with the model, except for messages of a few bits per element.
+and an outer momentum if there is one.  An exchange reads and writes each vector in runs.  In host memory,
+the residual costs four copies over the bus per exchange, and the shared weights five.  The device then
+needs no memory that grows with the model, except for messages of a few bits per element.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
         {
             "memory of a rank": f"+ {use.name}" if at else use.name,
             "device": format_bytes(use.device),
-            "host": format_bytes(use.host) if use.host else "-",
+            "host": format_bytes(use.pinned) if use.pinned else "-",
         }
         for at, use in enumerate(uses)
     ]
@@ -361,7 +361,8 @@ def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
     ]
     if any(use.host for use in uses):
         lines.append(
-            "offload: of Compression(offload=); the default keeps the residual in host memory"
+            "offload: of Compression(offload=); the default keeps the residual in host memory, which "
+            "torch pins and rounds up to a power of two"
         )
     return [Text(), Columns.of(rows), Text("\n" + "\n".join(lines))]
 

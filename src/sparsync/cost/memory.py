@@ -35,11 +35,16 @@ _MESSAGES: Final = 3  # an exchange's own message, and those of both rounds that
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes that a rank needs: ``device`` on the model's device, plus ``host`` in host memory."""
+    """The bytes that a rank needs: ``device`` where the model is, plus ``host`` in host memory.
+
+    Beside a GPU, the ``host`` bytes are pinned, and torch rounds each allocation of pinned memory up to a
+    power of two, to ``pinned`` bytes in all.
+    """
 
     name: str
     device: int
     host: int
+    pinned: int = 0
 
 
 def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
@@ -55,20 +60,20 @@ def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
 
     Example:
         >>> for one in footprints(10**9, 10**7, "adamw")[:2]:
-        ...     print(one.name, one.device / 1e9, one.host / 1e9)
-        training itself 20.0 0.0
-        updates 4.76171875 4.0
+        ...     print(one.name, one.device / 1e9, one.host / 1e9, one.pinned / 1e9)
+        training itself 20.0 0.0 0.0
+        updates 4.265625 4.0 4.294967296
     """
     known = get_args(Optimizer)
     require(optimizer in known, f"optimizer is {optimizer!r}; choose one of {', '.join(known)}")
     vector = WORD_BYTES * size
-    messages = int(size * _BITS / 8 * _MESSAGES)
+    messages, pinned = int(size * _BITS / 8 * 2), 1 << (vector - 1).bit_length()
     training = Footprint("training itself", (_REPLICA + _STATES[optimizer]) * vector, 0)
     if optimizer.startswith("sgd"):
         return [training, Footprint("gradients", vector + _ENTRY * k, 0)]
     return [
         training,
-        Footprint("updates", vector + messages, vector),
-        Footprint("updates, offload=True", messages, 2 * vector),
+        Footprint("updates", vector + messages, vector, pinned),
+        Footprint("updates, offload=True", messages, 2 * vector, 2 * pinned),
         Footprint("updates, offload=False", 2 * vector + messages, 0),
     ]

@@ -64,15 +64,15 @@ def _least(values: Sequence[int | None]) -> int | None:
 
 
 def _fits(training: Footprint, way: Footprint, device: int | None, host: int) -> bool:
-    on_device, on_host = training.device + way.device, training.host + way.host
+    on_device = training.device + way.device
     if device is None:
-        return on_device + on_host <= host
-    return on_device <= device and on_host <= host
+        return on_device + training.host + way.host <= host
+    return on_device <= device and training.pinned + way.pinned <= host
 
 
 def _text(training: Footprint, way: Footprint, apart: bool) -> str:
     """Return a rank's bytes as text, with the accelerator's separate from the host's."""
-    device, host = training.device + way.device, training.host + way.host
+    device, host = training.device + way.device, training.pinned + way.pinned
     if not apart:
-        return format_bytes(device + host)
+        return format_bytes(device + training.host + way.host)
     return f"{format_bytes(device)} on the device and {format_bytes(host)} on the host"

@@ -13,7 +13,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.feedback.reducer import Reducer
 from sparsync.presets import resolve
 from sparsync.transports.sim import simulate
-from sparsync.updates import OuterStep, offload
+from sparsync.updates import OUTER_SETTINGS, OuterStep, offload, outer_engine
 from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.weights import ModelWeights
 
@@ -122,6 +122,32 @@ def test_what_reads_the_whole_residual_cannot_be_offloaded(given, message):
 def test_offload_is_a_switch():
     with pytest.raises(ConfigurationError, match="offload is 'host'; give True, False, or None"):
         sparsync.Compression(offload="host")
+
+
+def test_vectors_on_the_host_stay_where_copies_are_fast(monkeypatch):
+    """After a load, and with a momentum, which begins at the first exchange."""
+    made = []
+
+    def host_memory(*given):
+        made.append(torch.zeros(given[0], dtype=given[1]))
+        return made[-1]
+
+    monkeypatch.setattr(outer_engine, "host_memory", host_memory)
+    with far_device():
+        net = on_device(nn.Linear(64, 8))
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+        outer = OuterStep(**{**OUTER_SETTINGS["updates"], "momentum": 0.5, "period": 1})
+        given = {"algorithm": outer, "compression": sparsync.Compression(offload=True)}
+        with sparsync.attach(net, optimizer, **given) as sync:
+            net(far(torch.ones(2, 64))).sum().backward()
+            optimizer.step()
+            for _ in range(2):
+                assert sync.outer.memory.keys() == {"shared", "momentum"}
+                assert all(any(one is its for its in made) for one in sync.outer.memory.values())
+                before = {name: one.clone() for name, one in sync.outer.memory.items()}
+                sync.load_state_dict(sync.state_dict())
+            assert all(torch.equal(one, before[n]) for n, one in sync.outer.memory.items())
+            sync.finish()
 
 
 # ---- bytes over the bus ------------------------------------------------------------------------------

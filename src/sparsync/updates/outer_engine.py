@@ -146,7 +146,7 @@ class OuterEngine(Stateful):
 
     def begin_again(self, shared: Tensor) -> None:
         """Restart from other weights, equal on all ranks, without residuals or exchanges in flight."""
-        self.memory, self.state = {"shared": shared.to(self._memory_like.device)}, OuterState()
+        self.memory, self.state = {"shared": self._at_home(shared)}, OuterState()
         self._under_way.clear()
         self._left_off = None
         for residual in self.reducer.residuals:
@@ -156,12 +156,29 @@ class OuterEngine(Stateful):
         """Return a copy of weights, by default the engine's, on the device of ``memory``."""
         weights = weights or self._weights
         size = max((one.span.stop for one in self.layout.fragments), default=0)
-        if self._memory_like.device == self._weights_like.device or not size:
+        if not self._offloaded or not size:
             return weights.read(slice(0, None)).to(self._memory_like.device)
-        made = host_memory(size, self._weights_like.dtype, self._weights_like.device)
+        made = self._zeros(size)
         for place in self._runs(slice(0, size)):
             made[place] = weights.read(place)
         return made
+
+    @property
+    def _offloaded(self) -> bool:
+        """Whether ``memory`` is in host memory, and the weights are not."""
+        return self._memory_like.device != self._weights_like.device
+
+    def _zeros(self, size: int) -> Tensor:
+        """Return zeros where ``memory`` is kept."""
+        if self._offloaded:
+            return host_memory(size, self._weights_like.dtype, self._weights_like.device)
+        return self._memory_like.new_zeros(size)
+
+    def _at_home(self, vector: Tensor, *, copy: bool = False) -> Tensor:
+        """Return a vector where ``memory`` is kept, a copy if it is elsewhere or ``copy`` is set."""
+        if self._offloaded:
+            return self._zeros(vector.numel()).copy_(vector)
+        return vector.to(self._memory_like.device, copy=copy)
 
     def differs(self) -> bool:
         """Return whether this rank's trained weights differ from the shared ones."""
@@ -475,8 +492,7 @@ class OuterEngine(Stateful):
         if parsed is not None:
             take_state(self.reducer, parsed)
         self.steps = int(state["steps"])
-        home = self._memory_like.device
-        self.memory = {name: one.to(home, copy=True) for name, one in state["memory"].items()}
+        self.memory = {n: self._at_home(one, copy=True) for n, one in state["memory"].items()}
         self._under_way = [Exchange(**saved) for saved in state["under_way"]]
         self._left_off = None
         self._sent = list(state["sent"])
@@ -736,9 +752,8 @@ class OuterEngine(Stateful):
         #   v = momentum v + g;  g = g + momentum v (Nesterov) or v;  shared -= outer_lr g
         gradient = average[: max(self.layout.end - place.start, 0)]
         if momentum:
-            shared = self.memory["shared"]
             if "momentum" not in self.memory:
-                self.memory["momentum"] = torch.zeros_like(shared[: self.layout.end])
+                self.memory["momentum"] = self._zeros(self.layout.end)
             velocity = self.memory["momentum"][place]
             moving = velocity.to(gradient.device)
             velocity.copy_(torch.add(gradient, moving, alpha=momentum, out=moving))

@@ -168,6 +168,35 @@ def test_gradients_accumulate(how, steps):
 
 
 @on_ranks(4)
+def test_gradients_on_their_way_to_host_memory_are_waited_for():
+    """With ``CPUOffloadPolicy``, a hook may run before the copy of its gradient has ended."""
+    mesh = grid()
+    net = sharded(mesh)
+    sync, arrived, taken = attach(net, mesh), set(), []
+    source, launch = sync._source, sync._steps.launch
+
+    class Event:
+        def __init__(self, parameter):
+            self.parameter = parameter
+
+        def synchronize(self):
+            arrived.add(self.parameter)
+
+    def take(this, unit):
+        taken.append(unit)
+        assert arrived >= {p for p, (its, _) in source._place.items() if its == unit}
+        launch(this, unit)
+
+    for parameter, kept in source._fsdp._kept.items():
+        kept.grad_offload_event = Event(parameter)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync._steps, "launch", take)
+        train(net, range(1))
+    assert taken and source._place.keys() == source._fsdp._kept.keys()
+    sync.close()
+
+
+@on_ranks(4)
 def test_resume_is_exact_and_refuses_another_shards_state():
     mesh = grid()
 

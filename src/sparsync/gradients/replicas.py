@@ -235,6 +235,7 @@ class ParameterSource(Source):
         if this is None:
             parameter.grad = None  # optimizers then skip this parameter
             return
+        self._fsdp.wait_for(parameter)
         unit, slot = self._place[parameter]
         # the unit's gradients were already taken, so this gradient would stay on this rank
         if unit not in this.order:

@@ -190,8 +190,10 @@ class Fsdp:
         self._group_of: dict[Tensor, Any] = {
             kept.sharded_param: group for group in self._groups for kept in group.fsdp_params
         }
-        # With these versions of torch, FSDP2 alone, without sparsync, has the same fault (measured): gloo
-        # is asked for an average, but returns a sum without an error.
+        self._kept = {
+            kept.sharded_param: kept for group in self._groups for kept in group.fsdp_params
+        }
+        # asked to average, gloo adds up instead, without an error, as FSDP2 alone does there (measured)
         sums = any(
             sharded.device.type == "cpu" and len(_ranks(sharded)) > 1 for sharded in self._group_of
         )
@@ -209,6 +211,13 @@ class Fsdp:
         """Return whether a gradient that was written to ``parameter.grad`` must be exchanged now."""
         group = self._group_of.get(parameter)
         return group is None or bool(group.all_reduce_grads)
+
+    def wait_for(self, parameter: Tensor) -> None:
+        """Wait until the gradient just written has arrived in host memory, with ``CPUOffloadPolicy``."""
+        # in older versions of torch, FSDP2 itself waits only after the hooks of all parameters
+        event = getattr(self._kept.get(parameter), "grad_offload_event", None)
+        if event is not None:
+            event.synchronize()
 
     def check_covers(self, shards: Sequence[Shard]) -> None:
         """Refuse unsharded parameters whose gradients are not averaged over the shards' ranks."""

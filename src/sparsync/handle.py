@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -103,7 +104,8 @@ class Handle(ABC):
         self.on_close = ExitStack()
         # The finalizer runs when the model is collected or the process exits. Finalizers run in the
         # reverse order of their creation, so the engine ends before the transport.
-        self._end = weakref.finalize(self, _end, engine, reducer.comm, groups)
+        self._pid = os.getpid()
+        self._end = weakref.finalize(self, _end, self._pid, engine, reducer.comm, groups)
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -219,6 +221,7 @@ class Handle(ABC):
         rank, or new ones.
 
         Calling this is optional: the end of the process and the end of the model both close the handle.
+        In a forked child, such as a worker of a DataLoader, this does nothing.
         """
         if not self.closed:
             self._before_close()
@@ -229,6 +232,8 @@ class Handle(ABC):
         """Warn about anything that a regular ``close`` would leave undone."""
 
     def _close(self) -> None:
+        if os.getpid() != self._pid:  # the parent's sockets, groups and log are still in use
+            return
         self.on_close.close()
         self._engine.close(self.reducer.comm.timeout)
         self._end()
@@ -256,8 +261,12 @@ def make_engine(
     return Engine(reducer.algorithm.name, comms)
 
 
-def _end(engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
+def _end(pid: int, engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then close the communicator and the groups that it used."""
+    # In a forked child, as a worker of a DataLoader, this runs on copies. The child has none of the
+    # threads behind the groups, so destroying one would end the child with a segmentation fault.
+    if os.getpid() != pid:
+        return
     engine.end()
     # A busy engine is still inside native code that uses the communicator and the groups, so they stay
     # open. This function must not wait for the engine, because the garbage collector may call it on the

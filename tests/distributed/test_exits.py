@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,42 @@ def test_a_handle_that_nobody_keeps_exchanges(wrapped):
     net = ddp_model() if wrapped else model()
     trained(net, torch.optim.AdamW(net.parameters()), algorithm=dense())
     assert same_everywhere(flat(net))
+
+
+def end_of_child(act):
+    """Call ``act`` in a forked child, as a worker of a DataLoader may; return the child's wait status."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forked_child_leaves_handles_to_its_parent(kind):
+    """Where a child destroyed a group of its parent's, it ended with a segmentation fault."""
+    kept = [KINDS[kind]()]
+    acts = [
+        lambda: (kept.clear(), gc.collect()),  # the garbage collector finds a dropped model
+        weakref.finalize._exitfunc,  # an interpreter's regular end
+    ]
+    assert [end_of_child(act) for act in acts] == [0, 0]
+
+
+@on_ranks(2)
+def test_a_handle_that_a_forked_child_closes_still_exchanges():
+    net = ddp_model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    sync = sparsync.attach(net, optimizer, dense(), transport=sparsync.Transport(timeout=60))
+    assert end_of_child(sync.close) == 0
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
+    assert same_everywhere(flat(net)) and sync.stats()["exchanges"] == 2
+    sync.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -426,6 +427,7 @@ class Groups:
         self.world, self.timeout, self._connect_timeout = world, timeout, connect_timeout
         self._all = dist.get_world_size(world) == dist.get_world_size()
         self._made: list[dist.ProcessGroup] = []
+        self._pid = os.getpid()
 
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all ranks of the world, in rank order.
@@ -497,7 +499,9 @@ class Groups:
                 group.abort()
 
     def close(self) -> None:
-        """Destroy the groups."""
+        """Destroy the groups; a forked child leaves them to its parent."""
+        if os.getpid() != self._pid:
+            return
         made, self._made = self._made, []
         for group in made if dist.is_initialized() else ():
             names = distributed_c10d._world.pg_names

@@ -164,8 +164,9 @@ def check_steps_some(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         names = " and ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
         raise ConfigurationError(
             f"{names} steps none of the {len(trained)} parameters of the model; make it from "
-            "model.parameters() once the model is complete (loaded, converted, sharded), without "
-            "copies of them"
+            "model.parameters() once the model is complete (loaded, converted, sharded); for copies of "
+            "them, e.g. in fp32, attach(torch.nn.ParameterList(copies), optimizer), or with SGD omit the "
+            "optimizer"
         )
 
 

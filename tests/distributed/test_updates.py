@@ -1146,3 +1146,38 @@ def test_clipped_weights_are_no_other_model_and_a_load_inside_shared_is_refused(
         saved = sync.state_dict()
         with sync.shared(), refused("load_state_dict() within shared()"):
             sync.load_state_dict(saved)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_program_that_writes_its_own_copies_over_what_ranks_exchange_is_refused(copied):
+    """Ranks step against each other; where they step the model itself, they undo nothing."""
+    net = model()
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in net.parameters()]
+    stepped = copies if copied else list(net.parameters())
+    optimizer = torch.optim.SGD(stepped, lr=0.01, maximize=dist.get_rank() == 1)
+    outer = OuterStep(algorithm="dense", period=1, density=1.0)
+    sync = sparsync.attach(net, exchange="updates", algorithm=outer)
+
+    def step():
+        net(torch.ones(2, 20))
+        for p in stepped:
+            p.grad = torch.full_like(p, 1.0 if sync.steps else 1.5)
+        optimizer.step()
+        with torch.no_grad():
+            for p, copy in zip(net.parameters(), copies if copied else stepped, strict=True):
+                p.copy_(copy)
+        sync.step()
+
+    # after i steps a copy is i + 0.5 steps away from the model: from step 9 on more than 10 times a step
+    for _ in range(18):
+        step()
+    if copied:
+        with refused("local step 18", "ParameterList"):
+            step()
+        with refused("AdamW", "ParameterList(copies)"):
+            sparsync.attach(model(), torch.optim.AdamW(copies))
+    else:
+        step()
+        assert sync.stats()["exchanges"] == 19
+    sync.close()

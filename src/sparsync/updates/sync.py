@@ -30,7 +30,7 @@ from sparsync.exclusive import (
     exchanged_updates,
     refuse_inside_backward,
 )
-from sparsync.feedback.changes import begin_together
+from sparsync.feedback.changes import Undone, begin_together
 from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
 from sparsync.fields import (
     Common,
@@ -229,6 +229,7 @@ class UpdateSync(Handle):
         self._own, self._weights, self.outer = own, own.weights, own.outer
         self._carrier, self._ranks, self._changes = carrier, ranks, own.changes
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
+        self._undone = None if own.outer.optimizers else Undone(own.changes)
         self._kinds = kinds_of(self._weights.trained)
         self._seen: list[Any] = []  # the parameters that trained when the model was last checked
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
@@ -543,6 +544,12 @@ class UpdateSync(Handle):
             self._check_start()
         else:
             self._check_model()
+        require(
+            self._undone is None or not self._undone.before(),
+            f"local step {outer.steps}: steps begin from weights without what exchanges have written, as "
+            "if the program wrote copies of its own into the model; attach the module or "
+            "torch.nn.ParameterList of these copies, with their optimizer",
+        )
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.set_up()
             self._started = time.perf_counter()
@@ -560,6 +567,8 @@ class UpdateSync(Handle):
             self._skipped.clear()
             self._resting.update(outer.optimizers)
             self._changes.remember()
+            if self._undone is not None:
+                self._undone.after()
             self._count_for_node()
         self._count_ranks()
         self._look_at_agreement()

@@ -75,7 +75,7 @@ def _tensor(array: Any) -> Tensor:
     usable = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
     try:
         copied = array if usable else array.astype(array.dtype.newbyteorder("="), order="C")
-        return torch.as_tensor(copied)
+        return torch.as_tensor(copied, device="cpu")
     except TypeError as error:
         raise ConfigurationError(
             f"the array has dtype {array.dtype}; convert it to a numeric dtype"

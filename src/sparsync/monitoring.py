@@ -294,7 +294,7 @@ class XiProbe:
         if step != self._step:
             self._open(step)
         sample = self._samples[unit]
-        bounds = torch.tensor([start, start + gradient.numel()])
+        bounds = torch.tensor([start, start + gradient.numel()], device="cpu")
         low, high = torch.searchsorted(sample, bounds).tolist()
         here = (sample[low:high] - start).to(gradient.device, non_blocking=True)
         self._gradients[unit] = self._gradients[unit].to(gradient)
@@ -342,10 +342,10 @@ class XiProbe:
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, step))
         self._samples = []
         for size in self.sizes:
-            runs = torch.arange(0, size, self.every)
-            drawn = runs + torch.randint(self.every, runs.shape, generator=generator)
+            runs = torch.arange(0, size, self.every, device="cpu")
+            drawn = runs + torch.randint(self.every, runs.shape, generator=generator, device="cpu")
             self._samples.append(drawn[drawn < size])  # the last run may be shorter
-        self._gradients = [torch.zeros(sample.shape) for sample in self._samples]
+        self._gradients = [torch.zeros(sample.shape, device="cpu") for sample in self._samples]
 
 
 def _square(x: Tensor) -> float:

@@ -66,7 +66,10 @@ class Reduction:
         # the operation is tried on one element, because torch cannot list the dtypes that it supports
         try:
             element = self.neutral(dtype)
-            self.apply(torch.full((1,), element, dtype=dtype), torch.zeros(1, dtype=dtype))
+            self.apply(
+                torch.full((1,), element, dtype=dtype, device="cpu"),
+                torch.zeros(1, dtype=dtype, device="cpu"),
+            )
         except Exception as error:  # a user's operation may raise anything
             raise ConfigurationError(
                 f"operation '{self.name}' is not defined on {dtype} ({first_line(error)}); convert the "

@@ -178,8 +178,9 @@ class SparseVector:
         vector = self._with_zeros_absent()
         # the tensor may be declared coalesced, because indices ascend and are unique
         indices, shape = vector.indices.view(1, -1), (vector.size,)
-        return torch.sparse_coo_tensor(
-            indices, vector.values, shape, check_invariants=False, is_coalesced=True
+        made, device = torch.sparse_coo_tensor, vector.values.device
+        return made(
+            indices, vector.values, shape, device=device, check_invariants=False, is_coalesced=True
         )
 
     def _with_zeros_absent(self) -> SparseVector:
@@ -342,7 +343,7 @@ def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros in host memory, pinned if ``device`` is a GPU, so that runs are copied fast."""
     # copies from pageable memory take several times as long
     pinned = device.type == "cuda" and torch.cuda.is_available()
-    return torch.zeros(size, dtype=dtype, pin_memory=pinned)
+    return torch.zeros(size, dtype=dtype, pin_memory=pinned, device="cpu")
 
 
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:

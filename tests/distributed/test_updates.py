@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync import dense_or_updates
+from sparsync.averaging import LocalSgd
 from sparsync.cost.calibrate import Calibration
 from sparsync.cost.machine import Machine
 from sparsync.errors import CheckpointError, PeerError
@@ -1181,3 +1182,52 @@ def test_a_program_that_writes_its_own_copies_over_what_ranks_exchange_is_refuse
         step()
         assert sync.stats()["exchanges"] == 19
     sync.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "wrap"),
+    [
+        ("gradients", ddp_model),
+        ("gradients", model),
+        ("updates", ddp_model),
+        ("updates", model),
+        ("averages", model),
+        ("sums", model),
+    ],
+)
+def test_a_default_device_of_the_program_changes_nothing(kind, wrap, folder):
+    """As ``torch.set_default_device("cuda")`` would; no rank can compute on "meta"."""
+    given = {step: batch(step) for step in range(4)}
+    ends = []
+    for place in (torch.device("cpu"), torch.device("meta")):
+        net = wrap()
+        with place:
+            if kind == "sums":
+                with sparsync.connect() as comm:
+                    ends.append(
+                        sparsync.allreduce(flat(net) * (1 + comm.rank), comm, k=9).total.to_dense()
+                    )
+                continue
+            if kind == "averages":
+                optimizer, sync = torch.optim.SGD(net.parameters(), lr=0.1), LocalSgd(net, period=2)
+            elif kind == "updates":
+                optimizer = torch.optim.AdamW(net.parameters())
+                sync = sparsync.attach(net, optimizer)
+            else:
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+                where = {"replicate": dist.group.WORLD} if wrap is model else {}
+                sync = sparsync.attach(net, optimizer, density=0.1, **where)
+            for x, y in given.values():
+                optimizer.zero_grad()
+                (net(x) - y).pow(2).mean().backward()
+                optimizer.step()
+                if kind == "averages":
+                    sync.step()
+            if kind != "averages":
+                sparsync.save(sync, folder / place.type)
+                sparsync.load(sync, folder / place.type)
+            sync.finish()
+            sync.close()
+        ends.append(flat(net))
+    assert torch.equal(*ends)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from torch.utils._device import _device_constructors
+
 ROOT = Path(__file__).parents[2]
 SOURCES = (ROOT / "src", ROOT / "papers" / "src")
 FILES = sorted(path for source in SOURCES for path in source.rglob("*.py"))
@@ -186,6 +188,21 @@ def test_no_state_in_modules_or_classes():
                     kept.append(f"{module}:{node.lineno}")
         kept += [f"{module}:{n.lineno}" for n in ast.walk(tree) if isinstance(n, ast.Global)]
     assert not kept
+
+
+def test_every_new_tensor_names_its_device():
+    """Otherwise it would go to the program's default device (``torch.set_default_device``)."""
+    makers = {function.__name__ for function in _device_constructors()}
+    library = {m: tree for m, tree in TREES.items() if axis_of(m) not in ("cli", "sparsync_papers")}
+    assert not [
+        f"{module}:{node.lineno}"
+        for module, tree in library.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        if (name := ast.unparse(node.func)).startswith("torch.")
+        if name.removeprefix("torch.") in makers
+        if not {"device", None} & {word.arg for word in node.keywords}
+    ]
 
 
 # attributes of other libraries' objects that share a name with an attribute of this library

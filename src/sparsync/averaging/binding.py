@@ -273,7 +273,9 @@ class Binding:
             for name, t in tensors.items()
         ]
         labels += [f"'{name}' {list(p.shape)}" for name, (p, _) in self._known_moments.items()]
-        most = await self.comm.allreduce(torch.tensor([len(labels)]), "agreement", "max")
+        most = await self.comm.allreduce(
+            torch.tensor([len(labels)], device="cpu"), "agreement", "max"
+        )
         # ``agree`` needs the same number of facts on every rank
         labels += ["nothing"] * (int(most) - len(labels))
         # Compare names and shapes first.  Ranks that differ in them would later exchange different

@@ -83,7 +83,7 @@ class DistributedState:
             for unit in self._sync.reducer.units:
                 wide = torch.promote_types(unit.dtype, torch.float32)
                 for slot in unit.slots:
-                    zeros = torch.zeros(slot.size, dtype=wide)
+                    zeros = torch.zeros(slot.size, dtype=wide, device="cpu")
                     state[what].setdefault(slot.name, zeros)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,8 +141,12 @@ class _Saved:
             if name == _REST:
                 return self._load(prefix + name, b"")
             if use == "check":
-                return torch.zeros((), dtype=saved.properties.dtype).expand(saved.size)
-            return self._load(prefix + name, torch.empty(saved.size, dtype=saved.properties.dtype))
+                return torch.zeros((), dtype=saved.properties.dtype, device="cpu").expand(
+                    saved.size
+                )
+            return self._load(
+                prefix + name, torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            )
 
         return _joined(read(_REST), read)
 

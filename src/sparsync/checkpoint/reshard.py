@@ -386,7 +386,7 @@ def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
     size = math.prod(min(shapes))
     # every element must be there exactly once: a missing shard would lose part of the residual, and an
     # overlapping one would double it
-    taken, whole = torch.zeros(size, dtype=torch.uint8), present[0][1].new_zeros(size)
+    taken, whole = torch.zeros(size, dtype=torch.uint8, device="cpu"), present[0][1].new_zeros(size)
     if len(shapes) == 1:
         for piece, _ in found.values():
             _box(taken, piece).add_(1)

@@ -92,7 +92,7 @@ class Allgather(Collective):
         # Receivers need a capacity before the message arrives.  With a cap it follows from k, which all
         # ranks know; without a cap, an extra round announces the lengths.
         if self.cap is None:
-            length = torch.tensor([encoded.payload.numel()])
+            length = torch.tensor([encoded.payload.numel()], device="cpu")
             capacities = [int(t) for t in await comm.allgather(length, "sizes")]
         else:
             most = most_entries(k, self.cap, size)

@@ -220,7 +220,7 @@ class Auto(Collective):
 
     async def _check(self, comm: Communicator, made: Sequence[Prediction]) -> None:
         """Compare the mean exchange time with its prediction; switch if another candidate is better."""
-        mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64)
+        mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64, device="cpu")
         self._seconds.clear()
         measured = float(await comm.allreduce(mine, "plan", op="min"))
         selection = sum(p.seconds_selection for p in made if p.collective == self.name)

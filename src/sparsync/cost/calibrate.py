@@ -142,7 +142,7 @@ def _intervals(measured: Mapping[str, Measured]) -> dict[str, Interval]:
 def _stands_still(comm: Communicator) -> bool:
     """Return whether the group's clock ignores work, as the simulator's clock does."""
     start = comm.now
-    torch.ones(1 << 16).sum()
+    torch.ones(1 << 16, device="cpu").sum()
     return comm.now == start
 
 
@@ -183,7 +183,9 @@ async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dic
                     break
             samples[name].append((taken, units))
     fits = [fit_pace(batches[1:]) for batches in samples.values()]
-    mine = torch.tensor([[pace, *interval] for pace, interval in fits], dtype=torch.float64)
+    mine = torch.tensor(
+        [[pace, *interval] for pace, interval in fits], dtype=torch.float64, device="cpu"
+    )
     everyone = [rank.tolist() for rank in await comm.allgather(mine, _PHASE)]
     slowest = (max(rank[i] for rank in everyone) for i in range(len(tasks)))
     return {
@@ -198,8 +200,8 @@ class _Work:
         self.comm, self.step = comm, 0
         generator = torch.Generator().manual_seed(comm.rank)
         size = max(elements // _REGIONS, 1) * _REGIONS
-        self.gradient = torch.randn(size, generator=generator)
-        self.incoming, self.residual = self.gradient.clone(), torch.zeros(size)
+        self.gradient = torch.randn(size, generator=generator, device="cpu")
+        self.incoming, self.residual = self.gradient.clone(), torch.zeros(size, device="cpu")
         self.selector, self.codec = Exact(), Packed()
         self.k = max(int(_DENSITY * size), 1)
         positions = kernels.top(self.gradient, self.k)
@@ -274,30 +276,34 @@ async def _measure_turn(
             return 0.0, (0.0, 0.0)
     generator = torch.Generator().manual_seed(comm.rank)
     stride = max(size // k, 1)  # one entry per stride, ascending, at random positions
-    indices = torch.arange(k) * stride + torch.randint(stride, (k,), generator=generator)
-    vector = SparseVector(indices, torch.randn(k, generator=generator), size)
+    indices = torch.arange(k, device="cpu") * stride + torch.randint(
+        stride, (k,), generator=generator, device="cpu"
+    )
+    vector = SparseVector(indices, torch.randn(k, generator=generator, device="cpu"), size)
     still = _stands_still(comm)
     work = None if still else _Work(comm, probe.elements)
     times: list[tuple[float, float]] = []  # on rank 0's clock
     collective, end = Budgeted(), comm.now + seconds
     for step in range(_MOST + 1):
         if work is not None:
-            await work.select()  # it empties the caches, as a training step does
-        # start all ranks at an agreed time, because a barrier would release them one by one
-        mine = torch.tensor([comm.now - ahead + (0.0 if still else _AHEAD)], dtype=torch.float64)
+            await work.select()  # leaves caches cold, as a training step does
+        # all ranks start at an agreed time, because a barrier would release them one by one
+        mine = torch.tensor(
+            [comm.now - ahead + (0.0 if still else _AHEAD)], dtype=torch.float64, device="cpu"
+        )
         agreed = float(await comm.allreduce(mine, _PHASE, op="max"))
         start = max(agreed, comm.now - ahead)
         if not still:
             time.sleep(max(start - (comm.now - ahead), 0.0))
         await collective.reduce(comm, vector, k, step)
         times.append((start, comm.now - ahead))
-        late = torch.tensor([float(comm.now >= end)])
+        late = torch.tensor([float(comm.now >= end)], device="cpu")
         if step >= _LEAST and float(await comm.allreduce(late, _PHASE, op="max")) > 0:
             break
-    everyone = await comm.allgather(torch.tensor(times, dtype=torch.float64), _PHASE)
+    everyone = await comm.allgather(torch.tensor(times, dtype=torch.float64, device="cpu"), _PHASE)
     last = torch.stack(everyone).amax(0)  # from the last rank's start until the last rank's end
     lasted = last[1:, 1] - last[1:, 0]
-    quarters = lasted.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
+    quarters = lasted.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device="cpu"))
     turns = _REHEARSED.cost(Job(size, k, ranks)).turns
     low, middle, high = (max(q - exchange_seconds(), 0.0) / turns for q in quarters.tolist())
     return middle, (low, high)

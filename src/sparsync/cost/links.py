@@ -221,7 +221,7 @@ class _Survey:
         """Run rounds at every shift, after one uncounted round."""
         comm = self.comm
         # random bytes, because zeros would make a compressing tunnel look fast
-        payload = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        payload = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cpu")
         mine = []
         for shift in self.shifts:
             dest = (comm.rank + shift) % comm.world_size
@@ -284,7 +284,7 @@ def _bytes(number: float) -> Tensor:
 
 
 def _numbers(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _paces(times: Tensor) -> Tensor:

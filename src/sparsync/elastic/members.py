@@ -200,12 +200,13 @@ class Members:
         self._last = _Last(-1, start, {})
         self.counts, self.deals, self.clock = True, False, 0
         self._spent = False  # whether the residual was dealt
-        # Two tables, one for the open step and one for the next.  Each has a row per rank, which the
-        # rank sent with its vote: whether it contributes, whether it leaves, its donor, and the norm of
-        # its residual some steps ago.  The table of the previous vote holds for the open step, even if
-        # that is repeated.
-        self._present = self._next = torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64)
-        self._norm, self.told = 0.0, torch.zeros(1, 0)
+        # Two tables with a row per rank, for the open step and for the next, as sent with votes:
+        # whether the rank contributes, whether it leaves, its donor, and the norm of its residual some
+        # steps ago. The open step is averaged, and may be repeated, with the rows of the previous vote.
+        self._present = self._next = torch.tensor(
+            [[1.0, 0, 0, 0]], dtype=torch.float64, device="cpu"
+        )
+        self._norm, self.told = 0.0, torch.zeros(1, 0, device="cpu")
         self._names: tuple[Hashable, ...] = ()  # of the group's ranks
         self._lost: dict[Hashable, float] = {}  # norms of dead ranks' residuals, by name
         self._delivered: list[Vector] = []  # in the prepared attempt, by unit
@@ -282,7 +283,7 @@ class Members:
             self._norm = math.hypot(*map(float, kept))
         told = [counts, leaves, donor, self._norm, *facts]
         # float64 represents ranks, flags and digests of up to 53 bits exactly
-        mine = torch.tensor(told, dtype=torch.float64)
+        mine = torch.tensor(told, dtype=torch.float64, device="cpu")
         rows = torch.stack(await self.reducer.channel("vote").allgather(mine, "vote"))
         own = len(told) - len(facts)
         self._next, self.told = rows[:, :own], rows[:, own:]
@@ -368,7 +369,7 @@ class Members:
         comm = self._those_at_the_end()
         if comm is None:
             return True
-        rows = await comm.allgather(torch.tensor([int(whole)]), "end")
+        rows = await comm.allgather(torch.tensor([int(whole)], device="cpu"), "end")
         return all(map(bool, rows))
 
     async def equalise(self, tensors: Mapping[str, Tensor]) -> None:
@@ -381,15 +382,18 @@ class Members:
         comm = self._those_at_the_end()
         if comm is None:
             return
-        # compare names here: ``equalise_`` would raise a CommunicationError, after which ranks try again
-        names = await comm.allgather(torch.tensor([number_of(" ".join(tensors))]), "end")
+        # not left to ``equalise_``, whose CommunicationError would make ranks try again
+        names = await comm.allgather(
+            torch.tensor([number_of(" ".join(tensors))], device="cpu"), "end"
+        )
         if not torch.equal(names[0], names[comm.rank]):
             raise ConfigurationError(
                 f"rank {self.reducer.comm.rank} ends with other buffers than the others, so they cannot "
                 "be made equal: another name or shape; register buffers alike on all ranks"
             )
         await equalise_(comm, tensors)
-        await comm.allgather(torch.tensor([1]), "end")  # a rank that dies before is noticed by all
+        # a rank that dies before is noticed by all
+        await comm.allgather(torch.tensor([1], device="cpu"), "end")
 
     def _those_at_the_end(self) -> Communicator | None:
         """Return the group of all ranks that reach the end; None if this rank does not."""
@@ -459,7 +463,7 @@ class Members:
         prepared, behind = self._prepared, int(self.behind)
         place = history, prepared, behind, leaves, self._set_up, self.clock, self._view
         mine = Entry(reducer.step, *place)
-        told = await comm.allgather(torch.tensor(mine, dtype=torch.int64), "roll")
+        told = await comm.allgather(torch.tensor(mine, dtype=torch.int64, device="cpu"), "roll")
         entries = [Entry(*row.tolist()) for row in told]
         verdict = judge(entries)
         self.first = verdict.donor
@@ -490,7 +494,7 @@ class Members:
                 leaves = 1  # the step in which its residual was dealt is not part of this history
             counts = rank in verdict.current and leaves < 2
             rows.append([counts, leaves, verdict.donor, norms.get(names[rank], 0)])
-        self._next = torch.tensor(rows, dtype=torch.float64)
+        self._next = torch.tensor(rows, dtype=torch.float64, device="cpu")
         self.newcomers = {}
         # a restarted lighthouse counts from the beginning, but views must still grow
         self._view = max(serial, 1 + max(entry.view for entry in entries))
@@ -518,7 +522,7 @@ class Members:
             past += past[-2:] * (_PAST - len(self._past))
             for rank in sorted(verdict.stale):
                 numbers = [verdict.step, *past, reducer.skipped, key, *shares.quotas]
-                raw = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+                raw = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
                 await comm.isend(raw, rank, "brief", Raw("control"))
         elif comm.rank in verdict.stale:
             count = 3 + 2 * _PAST + len(reducer.units)

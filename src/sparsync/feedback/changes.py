@@ -58,7 +58,7 @@ class Changes:
         ]
         self._largest = alike[:_SAMPLED]
         self._versions: list[int] = []
-        self._sample = torch.zeros(0)
+        self._sample = torch.zeros(0, device="cpu")
 
     def follow(self, tensors: Mapping[str, Tensor]) -> None:
         """Watch these tensors instead of the parameters of the same names, which they replaced."""
@@ -94,7 +94,7 @@ class Changes:
     def some(self) -> Tensor:
         """Return a copy of the sampled elements."""
         if not self._largest:
-            return torch.zeros(0)
+            return torch.zeros(0, device="cpu")
         largest = [_some_of(local_of(self._parameters[name])) for name in self._largest]
         return torch.cat(largest).float()
 

@@ -412,7 +412,7 @@ def rescaled_key(key: int, factor: float, dtype: torch.dtype) -> int:
     if key <= 1:
         return key
     integer = {4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    value = torch.tensor([key], dtype=integer).view(dtype) * factor
+    value = torch.tensor([key], dtype=integer, device="cpu").view(dtype) * factor
     return max(int(kernels.magnitude_keys(value)), 1)
 
 

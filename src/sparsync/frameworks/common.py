@@ -172,7 +172,7 @@ def take_rank_0s(sync: Handle, model: torch.nn.Module, loaded: bool) -> bool:
     tensors = {name: local_of(tensor) for name, tensor in named.items()}
     # each rank of a sharded replica holds a different part, so it takes the same part of replica 0
     comms = sync.communicators[: 1 if _sharded(model) else None]
-    told = torch.tensor([int(loaded)])
+    told = torch.tensor([int(loaded)], device="cpu")
     for comm in comms:
         run(equalise_(comm, {"whether rank 0 has loaded weights": told}))
     for comm in comms if told else ():

@@ -53,26 +53,26 @@ class PartsConsensus:
 
     def __init__(self, parts: Communicator, keys: Mapping[str, int] | None = None) -> None:
         self.parts, self._names = parts, list(keys or ())
-        mine = torch.tensor(list((keys or {}).values()), dtype=torch.int64)
+        mine = torch.tensor(list((keys or {}).values()), dtype=torch.int64, device="cpu")
         every = mine
         if keys is not None:
-            # Parts hold different parameters, but all of them build the same sorted list of keys, so a
-            # position in it stands for the same parameter everywhere.  An allgather needs equal lengths,
-            # so short lists repeat their first key, and ``unique`` drops the repetitions.
-            counts = run(parts.allgather(torch.tensor([len(mine)]), "groups"))
+            # Parts hold different parameters, but all build the same sorted list of keys, so a position
+            # in it means the same parameter everywhere.  An allgather needs equal lengths, so short lists
+            # repeat their first key, which ``unique`` drops.
+            counts = run(parts.allgather(torch.tensor([len(mine)], device="cpu"), "groups"))
             padding = mine[:1].expand(int(torch.stack(counts).max()) - len(mine))
             every = torch.unique(
                 torch.cat(run(parts.allgather(torch.cat([mine, padding]), "groups")))
             )
         self._places = torch.searchsorted(every, mine)
-        # by position in that list, whether a replica of this part used the parameter
-        self._marks = torch.zeros(len(every), dtype=torch.bool)
+        # used by a replica of this part
+        self._marks = torch.zeros(len(every), dtype=torch.bool, device="cpu")
         self.used: set[str] = set()
-        self.came = torch.ones(1, dtype=torch.bool)
+        self.came = torch.ones(1, dtype=torch.bool, device="cpu")
 
     async def share_used(self, replicas: Communicator, used: Collection[str]) -> None:
         """Tell the other replicas of this part which parameters this rank used, and learn theirs."""
-        mine = torch.tensor([name in used for name in self._names], dtype=torch.bool)
+        mine = torch.tensor([name in used for name in self._names], dtype=torch.bool, device="cpu")
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self.came = everyone.any(1)
         # the marks tell only of this part; ``_ask`` sends them to the other parts with the outcome
@@ -144,7 +144,7 @@ class PartsConsensus:
                     values = total.split([slot.start, end])[0].values
                 if bool(values.any()):
                     found.add(slot.name)
-        return torch.tensor([name in found for name in self._names], dtype=torch.bool)
+        return torch.tensor([name in found for name in self._names], dtype=torch.bool, device="cpu")
 
 
 def _failure(found: Outcome) -> str:

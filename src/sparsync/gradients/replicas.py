@@ -93,8 +93,8 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
 
 
 def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
-    """If no density was given, choose it by the size of the whole model, equal on all parts."""
-    mine = torch.tensor([elements_of(shards)])
+    """Choose the density by the size of the whole model if none was given, equal on all parts."""
+    mine = torch.tensor([elements_of(shards)], device="cpu")
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
     return options.for_size(elements, options.tell)
 

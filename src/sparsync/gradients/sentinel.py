@@ -170,9 +170,12 @@ async def _compare(
     torn = await divergences(comm, tensors)
     if not torn:
         return ""
-    # All ranks find the same differences, so all of them get here.  ``comm`` numbers the replicas of one
-    # part, but users know global ranks.
-    called = [int(theirs) for theirs in await comm.allgather(torch.tensor([rank]), "sentinel")]
+    # All ranks found the same differences, so all of them get here.  ``comm`` numbers the replicas
+    # of one part, but users know global ranks.
+    called = [
+        int(theirs)
+        for theirs in await comm.allgather(torch.tensor([rank], device="cpu"), "sentinel")
+    ]
     found = _named(torn, called, place)
     if sentinel.policy == "raise":
         raise DisagreementError(

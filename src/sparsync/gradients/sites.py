@@ -118,7 +118,7 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
         for peer in _peers(comm.rank, ranks):
             mine[peer] = await _trip(comm, peer, nbytes) / 2
         mine.append(comm.now - started)
-        numbers = torch.tensor(mine, dtype=torch.float64)
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         everyone = [row.tolist() for row in await comm.allgather(numbers, _PHASE)]
         # the longest time of any rank decides, so all ranks stop after the same size
         before, spent = spent, max(row[-1] for row in everyone)
@@ -146,9 +146,9 @@ def _peers(rank: int, ranks: int) -> Iterator[int]:
 
 
 async def _trip(comm: Communicator, peer: int, nbytes: int) -> float:
-    """Return the seconds that the fastest of several round-trips to a rank takes."""
-    # bytes are random, because a tunnel that compresses would look fast with zeros
-    payload, trips = torch.randint(0, 256, (nbytes,), dtype=torch.uint8), []
+    """Return the seconds of the fastest of several round-trips to a rank."""
+    # the payload has random bytes, because a compressing tunnel would look fast with zeros
+    payload, trips = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cpu"), []
     for _ in range(_TRIPS + 1):
         start = comm.now
         # Both sides post the receive first, so that a message never waits for it.  The lower rank sends

@@ -93,7 +93,9 @@ class Sampled(Selector):
             return
         # draw on the CPU, so that every device samples the same positions
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, calls))
-        positions = torch.randint(size, (count,), generator=generator).to(accumulated.device)
+        positions = torch.randint(size, (count,), generator=generator, device="cpu").to(
+            accumulated.device
+        )
         sample = kernels.magnitude_keys(accumulated[positions]).sort(descending=True).values
         rank = max(round(k * count / size), 1)
         while rank <= count and (key := int(sample[rank - 1])) > 0:

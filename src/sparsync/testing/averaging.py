@@ -52,11 +52,11 @@ def _drift(
 ) -> float:
     # use float64, because the check to 1e-12 concerns the scheme, and not rounding in float32
     shape = (steps, world_size, 5)
-    before, after = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
+    before, after = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
 
     async def program(comm: SimCommunicator) -> Tensor:
         averager = make()
-        vector = slope = torch.arange(5, dtype=torch.float64)
+        vector = slope = torch.arange(5, dtype=torch.float64, device="cpu")
         await averager.begin(comm, vector, 0)
         for step in range(steps):
             vector = vector + (comm.rank + 1) * (step + 1 + slope)  # make the ranks drift apart

@@ -55,7 +55,7 @@ def noise(rank: int, world_size: int, step: int, size: int = _SIZE) -> Tensor:
     """Return independent normal entries per rank and step."""
     # seed the generator, so that the digests of ``exercise_*`` are equal on every transport and machine
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(size, generator=generator)
+    return torch.randn(size, generator=generator, device="cpu")
 
 
 def integers(rank: int, world_size: int, step: int) -> Tensor:
@@ -65,7 +65,7 @@ def integers(rank: int, world_size: int, step: int) -> Tensor:
 
 def masked(rank: int, world_size: int, step: int, low: int, high: int) -> Tensor:
     """Return noise in ``[low, high)`` and zeros elsewhere."""
-    result = torch.zeros(_SIZE)
+    result = torch.zeros(_SIZE, device="cpu")
     result[low:high] = noise(rank, world_size, step, high - low)
     return result
 
@@ -106,15 +106,15 @@ def cases() -> list[Case]:
         Case("growing", _SIZE, 40, lambda r, p, s: noise(r, p, s) * 10.0**s),
         Case("shrinking", _SIZE, 40, lambda r, p, s: noise(r, p, s) * 10.0**-s),
         # degenerate
-        Case("all zero", _SIZE, 40, lambda r, p, s: torch.zeros(_SIZE), exact=True),
+        Case("all zero", _SIZE, 40, lambda r, p, s: torch.zeros(_SIZE, device="cpu"), exact=True),
         Case("zero at first", _SIZE, 40, lambda r, p, s: integers(r, p, s) * (s > 0), exact=True),
-        Case("empty", 0, 5, lambda r, p, s: torch.zeros(0), exact=True),
+        Case("empty", 0, 5, lambda r, p, s: torch.zeros(0, device="cpu"), exact=True),
         Case("k = 0", _SIZE, 0, integers, exact=True),
         Case("k = n", _SIZE, _SIZE, noise),
         Case("k > n", _SIZE, 2 * _SIZE, noise),
         Case("fewer elements than ranks", 3, 2, lambda r, p, s: noise(r, p, s, 3)),
-        Case("one-hot", _SIZE, 40, lambda r, p, s: torch.eye(_SIZE)[r], exact=True),
-        Case("constant", _SIZE, 40, lambda r, p, s: torch.full((_SIZE,), 2.0), exact=True),
+        Case("one-hot", _SIZE, 40, lambda r, p, s: torch.eye(_SIZE, device="cpu")[r], exact=True),
+        Case("constant", _SIZE, 40, lambda r, p, s: masked(r, p, s, 0, 0) + 2, exact=True),
         Case("denormal", _SIZE, 40, lambda r, p, s: noise(r, p, s) * 1e-42),
     ]
 

@@ -85,23 +85,23 @@ def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
 async def exercise_communicator(comm: Communicator) -> None:
     """Check every call of a ``Communicator`` on this rank; all ranks must run it together."""
     rank, world_size = comm.rank, comm.world_size
-    ones = torch.arange(7, dtype=torch.float32) + rank
-    expected = world_size * torch.arange(7.0) + sum(range(world_size))
+    ones = torch.arange(7, dtype=torch.float32, device="cpu") + rank
+    expected = world_size * torch.arange(7.0, device="cpu") + sum(range(world_size))
     assert torch.equal(await comm.allreduce(ones, "check"), expected), "allreduce sum"
     assert await comm.allreduce(ones, "check", in_place=True) is ones, "allreduce in place"
     assert torch.equal(ones, expected), "allreduce in place"
     for dtype in (torch.int32, torch.int64, torch.float64):
-        value = torch.tensor([rank, -rank], dtype=dtype)
+        value = torch.tensor([rank, -rank], dtype=dtype, device="cpu")
         highest = await comm.allreduce(value, "check", "max")
         assert highest.tolist() == [world_size - 1, 0], f"allreduce max of {dtype}"
         lowest = await comm.allreduce(value, "check", "min")
         assert lowest.tolist() == [0, 1 - world_size], f"allreduce min of {dtype}"
-    empty = await comm.allreduce(torch.zeros(0), "check")
+    empty = await comm.allreduce(torch.zeros(0, device="cpu"), "check")
     assert empty.numel() == 0, "allreduce of nothing"
-    gathered = await comm.allgather(torch.tensor([[rank, 5]]), "check")
+    gathered = await comm.allgather(torch.tensor([[rank, 5]], device="cpu"), "check")
     assert [g.tolist() for g in gathered] == [[[r, 5]] for r in range(world_size)], "allgather"
     lengths = [r % 3 for r in range(world_size)]
-    mine = torch.full((lengths[rank],), rank, dtype=torch.uint8)
+    mine = torch.full((lengths[rank],), rank, dtype=torch.uint8, device="cpu")
     for ring in (False, True):
         blocks = await comm.allgatherv(mine, lengths, "check", Raw("control"), ring=ring)
         for r, block in enumerate(blocks):
@@ -110,7 +110,7 @@ async def exercise_communicator(comm: Communicator) -> None:
     await _check_order(comm)
     # list members in descending order, so that ranks within the group are not in the global order
     members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
-    shared = await Subgroup(comm, members).allgather(torch.tensor([rank]), "check")
+    shared = await Subgroup(comm, members).allgather(torch.tensor([rank], device="cpu"), "check")
     assert [int(t) for t in shared] == members, "a group inside is in the order given"
     await comm.barrier()
 
@@ -118,12 +118,15 @@ async def exercise_communicator(comm: Communicator) -> None:
 async def _check_alltoallv(comm: Communicator) -> None:
     """Check messages of known lengths, and messages that state their own lengths."""
     rank, ranks = comm.rank, range(comm.world_size)
-    outgoing = [torch.full((rank + 1,), (10 * rank + r) % 256, dtype=torch.uint8) for r in ranks]
+    outgoing = [
+        torch.full((rank + 1,), (10 * rank + r) % 256, dtype=torch.uint8, device="cpu")
+        for r in ranks
+    ]
     received = await comm.alltoallv(outgoing, [r + 1 for r in ranks], "check", Raw("control"))
     expected = [[(10 * r + rank) % 256] * (r + 1) for r in ranks]
     assert [m.tolist() for m in received] == expected, "alltoallv"
     codec = Coo()
-    vectors = [SparseVector.from_dense(torch.arange(float(rank + r))) for r in ranks]
+    vectors = [SparseVector.from_dense(torch.arange(float(rank + r), device="cpu")) for r in ranks]
     payloads = [codec.encode(v).payload for v in vectors]
     capacities = [codec.nbytes(r + comm.world_size, 1) for r in ranks]
     messages = await comm.alltoallv(payloads, capacities, "check", MessageFraming(codec))
@@ -141,7 +144,8 @@ async def _check_order(comm: Communicator) -> None:
     # post all receives before any send, because none may depend on the completion of another
     receiving = [comm.irecv(source, 1, "check", raw) for _ in range(5)]
     sending = [
-        comm.isend(torch.tensor([i], dtype=torch.uint8), dest, "check", raw) for i in range(5)
+        comm.isend(torch.tensor([i], dtype=torch.uint8, device="cpu"), dest, "check", raw)
+        for i in range(5)
     ]
     assert [int(await r) for r in receiving] == list(range(5)), "messages overtook each other"
     for operation in sending:

@@ -54,10 +54,15 @@ def check_codec(
             _check(codec, vector, f"{codec!r}, case '{case.name}', {dtype}", contractive)
     for dtype in _DTYPES:
         _check_extremes(codec, dtype, spreading)
-        # use entries that are far apart and many at the end, because a message's length must not depend
-        # on their indices
-        indices = torch.cat([torch.tensor([0, 70_000, 140_001]), torch.arange(299_000, 299_997)])
-        values = torch.ones(len(indices), dtype=dtype)
+        # entries are far apart, with many at the end, because the length must not depend on where
+        # they are
+        indices = torch.cat(
+            [
+                torch.tensor([0, 70_000, 140_001], device="cpu"),
+                torch.arange(299_000, 299_997, device="cpu"),
+            ]
+        )
+        values = torch.ones(len(indices), dtype=dtype, device="cpu")
         far = SparseVector(indices, values, 300_000)
         _check(codec, far, f"{codec!r}, entries far apart, {dtype}", contractive)
     _check_budgets(codec, size=1000)
@@ -78,8 +83,8 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
     assert encoded.payload.dtype == torch.uint8, f"{where}: payload is not bytes"
     nbytes = codec.nbytes(vector.nnz, vector.size, dtype)
     assert encoded.payload.numel() == nbytes, f"{where}: nbytes is wrong"
-    # gloo pads messages to their sender's capacity, so the header must determine where a message ends
-    longer = torch.cat([encoded.payload, torch.zeros(9, dtype=torch.uint8)])
+    # gloo pads messages to their sender's capacity, so the header alone must tell where one ends
+    longer = torch.cat([encoded.payload, torch.zeros(9, dtype=torch.uint8, device="cpu")])
     assert codec.measure(longer).nbytes == nbytes, f"{where}: measure is wrong"
     decoded = codec.decode(encoded.payload, vector.size)
     assert decoded.values.dtype == dtype, f"{where}: the dtype changed to {decoded.values.dtype}"
@@ -126,7 +131,9 @@ def _check_extremes(codec: Codec[SparseVector], dtype: torch.dtype, spreading: b
     """Check that NaN and Inf arrive at their own indices, so that all ranks refuse the step."""
     most = torch.finfo(dtype).max
     values = torch.tensor(
-        [most, 1.0, float("inf"), -most, float("nan"), -float("inf"), 2.0], dtype=torch.float64
+        [most, 1.0, float("inf"), -most, float("nan"), -float("inf"), 2.0],
+        dtype=torch.float64,
+        device="cpu",
     )
     for start in range(3):
         vector = SparseVector.from_dense(values[start:].to(dtype))

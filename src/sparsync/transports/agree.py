@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _TEXT_BYTES = 1 << 16  # bytes of a fact's value that ranks exchange when they disagree
-_NO_MARKS = torch.zeros(0, dtype=torch.bool)
+_NO_MARKS = torch.zeros(0, dtype=torch.bool, device="cpu")
 _NAMED = 3  # number of other ranks whose values an error shows
 _SHOWN, _BEFORE = 240, 60  # characters shown of a value; of these, before the first difference
 _BETWEEN = " | "  # names that ranks exchange when they differ
@@ -87,7 +87,7 @@ async def worst(
     for comm in comms:
         place = place * comm.world_size + comm.rank
     for comm in comms:
-        head = torch.tensor([severity, *place.to_bytes(_WORD, "little")])
+        head = torch.tensor([severity, *place.to_bytes(_WORD, "little")], device="cpu")
         row = torch.cat([head, marks]).to(torch.uint8)
         rows = torch.stack(await comm.allgather(row, phase))
         # among equal severities ``argmax`` returns the first, so all ranks choose the same outcome
@@ -168,7 +168,9 @@ async def agree(
     rank.
     """
     mine = [_number(f"{name}={value}") for name, value in facts.items()]
-    told = torch.stack(await comm.allgather(torch.tensor([*mine, *numbers]), "agreement"))
+    told = torch.stack(
+        await comm.allgather(torch.tensor([*mine, *numbers], device="cpu"), "agreement")
+    )
     digests = told[:, : len(mine)]
     differs = digests != digests[comm.rank]
     if not bool(differs.any()):
@@ -218,7 +220,7 @@ async def texts_of(comm: Communicator, text: str, phase: str) -> list[str]:
     Cost: an allgather of 8 bytes.  Unless all texts are empty, a second allgather, in which each rank
     sends as many bytes as the longest text has.
     """
-    lengths = await comm.allgather(torch.tensor([len(text.encode())]), phase)
+    lengths = await comm.allgather(torch.tensor([len(text.encode())], device="cpu"), phase)
     longest = int(max(lengths))
     return await tell(comm, text, longest, phase) if longest else [""] * comm.world_size
 
@@ -321,11 +323,13 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
     Cost: the cost of ``digest`` for every tensor, and an allgather of 16 bytes.  If a tensor differs,
     another allgather of 8 bytes per tensor; if names differ, the cost of ``texts_of`` for the names.
     """
-    mine = torch.tensor([_number(digest(tensor)) for tensor in tensors.values()], dtype=torch.int64)
-    # first compare a digest of all digests, so that a check of equal tensors takes 16 bytes, however
-    # large the model is
+    mine = torch.tensor(
+        [_number(digest(tensor)) for tensor in tensors.values()], dtype=torch.int64, device="cpu"
+    )
+    # first compare one digest of all digests, so that a check without a difference costs 16 bytes
+    # regardless of the model's size
     names = _number("\n".join(tensors))
-    sums = torch.tensor([names, _number(str(mine.tolist()))])
+    sums = torch.tensor([names, _number(str(mine.tolist()))], device="cpu")
     everyone = await comm.allgather(sums, "sentinel")
     others = [r for r, theirs in enumerate(everyone) if theirs[0] != names]
     if others:

@@ -402,7 +402,7 @@ class Communicator(ABC):
 
     async def barrier(self) -> None:
         """Return once every rank has called this."""
-        await self.allgather(torch.zeros(1, dtype=torch.uint8), "barrier")
+        await self.allgather(torch.zeros(1, dtype=torch.uint8, device="cpu"), "barrier")
 
 
 def _rows(flat: Tensor, full: int, width: int) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,9 @@ class GlooCommunicator(Communicator):
         # side.  A receive buffer may be longer than the message: gloo then fills only its start, but
         # does not report how much.
         if framing.variable:
-            payload = torch.cat([torch.tensor([payload.numel()]).view(torch.uint8), payload])
+            payload = torch.cat(
+                [torch.tensor([payload.numel()], device="cpu").view(torch.uint8), payload]
+            )
         if payload.numel() == 0:
             return Finished()
         where = f"send to rank {dest} in phase '{phase}'"
@@ -117,7 +119,7 @@ class GlooCommunicator(Communicator):
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Receive into a buffer of ``capacity`` bytes."""
         before = _LENGTH if framing.variable else 0
-        buffer = torch.empty(before + capacity, dtype=torch.uint8)
+        buffer = torch.empty(before + capacity, dtype=torch.uint8, device="cpu")
         if buffer.numel() == 0:
             return Finished(buffer)
 

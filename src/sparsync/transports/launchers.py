@@ -256,7 +256,7 @@ def _meet(here: Placement, timeout: float) -> Store:
             # let rank 0's system choose a free port, because a port computed by all ranks might be taken
             host = host_of_rank_0(comm)
             own = store(host, 0) if here.rank == 0 else None
-            mine = torch.tensor([own.port if own is not None else 0])
+            mine = torch.tensor([own.port if own is not None else 0], device="cpu")
             port = int(run(comm.allgather(mine, "port"))[0])
             return own if own is not None else store(host, port)
     if here.host is not None and "SLURM_JOB_ID" in os.environ:

@@ -129,7 +129,7 @@ class MpiCommunicator(Communicator):
         """
         mpi = load_mpi()
         world = mpi.COMM_WORLD
-        mine = torch.tensor([world.Get_rank(), world.Get_size()])
+        mine = torch.tensor([world.Get_rank(), world.Get_size()], device="cpu")
         seen = [t.tolist() for t in run(comm.allgather(mine, "mpi ranks"))]
         members = [rank for rank, _ in seen]
         if len(set(members)) < comm.world_size or len({size for _, size in seen}) > 1:
@@ -172,8 +172,8 @@ class MpiCommunicator(Communicator):
         """Start ``Irecv`` into a buffer of ``capacity`` bytes; MPI's status reports the length."""
         if capacity == 0 and not framing.variable:
             self.ledger.received(phase, 0)
-            return Finished(torch.empty(0, dtype=torch.uint8))
-        buffer = torch.empty(capacity, dtype=torch.uint8)
+            return Finished(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu")
 
         def finish(status: Any) -> Tensor:
             length = status.Get_count(self.mpi.BYTE)

@@ -134,8 +134,8 @@ class Contributions:
         """
         if self.weighs is False:
             return [Weight(1.0, reducer.comm.world_size)] * len(seen)
-        # float64, which represents token counts exactly, so that all ranks compute equal weights
-        mine = torch.tensor([*seen, float(self._kind)], dtype=torch.float64)
+        # float64 represents token counts exactly, so all ranks compute equal weights
+        mine = torch.tensor([*seen, float(self._kind)], dtype=torch.float64, device="cpu")
         try:
             gathered = await reducer.channel("contributions").allgather(mine, "contributions")
         except BaseException:

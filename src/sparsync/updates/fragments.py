@@ -319,7 +319,7 @@ class Weights:
     cure = "; give optimizer= if you have not: then its broken moments are dropped"
 
     def __init__(self, vector: Tensor | None = None) -> None:
-        self.hold(torch.zeros(0) if vector is None else vector)
+        self.hold(torch.zeros(0, device="cpu") if vector is None else vector)
 
     def hold(self, vector: Tensor) -> None:
         """Wrap this vector from now on."""

@@ -127,26 +127,31 @@ class GradientNoise:
         ends = list(accumulate(rows.values(), initial=0))
         self._rows = dict(zip(rows, starmap(slice, pairwise(ends)), strict=True))
         self._row_memory = torch.tensor(
-            [memory[one] for one, count in rows.items() for _ in range(count)], dtype=torch.float64
+            [memory[one] for one, count in rows.items() for _ in range(count)],
+            dtype=torch.float64,
+            device="cpu",
         )
         self.steps = {one: torch.zeros_like(local_of(one.detach())) for one in by_steps}
-        self._by_steps = torch.tensor([one in self.steps for one in memory], dtype=torch.bool)
-        self._memory = torch.tensor(list(memory.values()), dtype=torch.float64)
-        like = next(map(local_of, memory), torch.zeros(0))
+        self._by_steps = torch.tensor(
+            [one in self.steps for one in memory], dtype=torch.bool, device="cpu"
+        )
+        self._memory = torch.tensor(list(memory.values()), dtype=torch.float64, device="cpu")
+        like = next(map(local_of, memory), torch.zeros(0, device="cpu"))
         shape = len(self._parameters), _SIDE * _SIDE + 2
         table = math.prod(shape)
         self.values = torch.zeros(table + 2 * ends[-1], dtype=torch.float32, device=like.device)
         self._table = self.values[:table].view(shape)
         self._of_rows = self.values[table:].view(2, -1)
         self._last = torch.zeros_like(self._table)  # this rank's previous sums, with the same signs
-        self._common = torch.zeros(len(self._parameters), _SIDE * _SIDE, dtype=torch.float64)
-        # Sums of squares: of the lasting part that all ranks have in common, of the lasting part
-        # particular to single ranks, and of all differences between ranks.  The fourth number is the
-        # squared standard error of the second one.
-        self._lasting, self._pairs = torch.zeros(4, dtype=torch.float64), 0
+        self._common = torch.zeros(
+            len(self._parameters), _SIDE * _SIDE, dtype=torch.float64, device="cpu"
+        )
+        # sums of squares: the lasting part common to all ranks, the lasting part particular to single
+        # ranks, and all differences between ranks; then the square of the second's standard error
+        self._lasting, self._pairs = torch.zeros(4, dtype=torch.float64, device="cpu"), 0
         # for each parameter, the squares of the average, and the mean of the single ranks' squares
-        self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64)
-        self._row_squares = torch.zeros(2, ends[-1], dtype=torch.float64)
+        self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64, device="cpu")
+        self._row_squares = torch.zeros(2, ends[-1], dtype=torch.float64, device="cpu")
         self._measured, self._step = 0, 0
         self.shares: dict[Tensor, float | Tensor] = {}
         # the optimizer's count of steps at the last correction, by parameter
@@ -266,7 +271,7 @@ class GradientNoise:
         kept = {name: getattr(self, f"_{name}").clone() for name in named}
         counts = {"measured": self._measured, "step": self._step, "pairs": self._pairs}
         known = [self.counts.get(parameter, (None, -1.0))[1] for parameter in self._parameters]
-        corrected = torch.tensor(known, dtype=torch.float64)
+        corrected = torch.tensor(known, dtype=torch.float64, device="cpu")
         return {**kept, "values": self.values.clone(), "corrected": corrected, **counts}
 
     def kind(self) -> Kind:
@@ -323,7 +328,7 @@ def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
     matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
     height, width = matrix.shape
     rows, columns = (
-        torch.randint(2, shape, generator=draw).mul_(2).sub_(1).to(matrix)
+        torch.randint(2, shape, generator=draw, device="cpu").mul_(2).sub_(1).to(matrix)
         for shape in ((_SIDE, height), (width,))
     )
     padded = matrix.new_zeros(_SIDE, -(-width // _SIDE) * _SIDE, dtype=torch.float32)
@@ -333,8 +338,8 @@ def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
 
 def _row_sums(gradient: Tensor, draw: torch.Generator) -> Tensor:
     """Return the sum of each row's elements with random signs, which are the same for all rows."""
-    signs = torch.randint(2, gradient.shape[1:], generator=draw).mul_(2).sub_(1).to(gradient)
-    return (gradient @ signs).float()
+    drawn = torch.randint(2, gradient.shape[1:], generator=draw, device="cpu")
+    return (gradient @ drawn.mul_(2).sub_(1).to(gradient)).float()
 
 
 def _quotients(of_average: Tensor, of_ranks: Tensor, otherwise: float = 1.0) -> Tensor:

@@ -173,7 +173,7 @@ class OuterAverager(Averager):
         # the loaded state is kept until all ranks have adopted theirs, so that ``begin`` can be retried
         self._engine, self._loaded = engine, None
         self.memory = engine.memory
-        self._weights.hold(torch.zeros(0))
+        self._weights.hold(torch.zeros(0, device="cpu"))
 
     def is_due(self, step: int) -> bool:
         """Return whether a fragment is sent or applied after local step ``step``."""
@@ -198,7 +198,7 @@ class OuterAverager(Averager):
         try:
             yield
         finally:
-            self._weights.hold(torch.zeros(0))
+            self._weights.hold(torch.zeros(0, device="cpu"))
 
     # ---- applied to a model ------------------------------------------------------------------------
 

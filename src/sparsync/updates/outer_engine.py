@@ -440,8 +440,8 @@ class OuterEngine(Stateful):
         uses: list[int | Use] = [part.units[0] for part in self.layout.fragments if part.units]
         if self.contributions.weighs is not False:
             uses.append("contributions")
-        # a negative number means that there is NaN or Inf, which saves another message
-        done = torch.tensor([step if self._weights.finite() else -1 - step])
+        # the sign encodes whether there is NaN or Inf, which saves another message
+        done = torch.tensor([step if self._weights.finite() else -1 - step], device="cpu")
         try:
             with reducer.exchanging():
                 asked = [reducer.channel(use).allgather(done, "finish") for use in uses]

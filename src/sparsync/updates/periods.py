@@ -104,9 +104,9 @@ def share_of(moved: Tensor, shared: Tensor) -> float:
 
 async def drift_of(square: float, reducer: Reducer) -> float:
     """Return the root mean square over ranks, which is equal on all of them."""
-    # The sum decides the next period, so it must be equal on all ranks.  A native allreduce promises
-    # equal sums only up to rounding; gathered values are summed in rank order on every rank.
-    mine = torch.tensor([square], dtype=torch.float64)
+    # Gather the values, and sum them in rank order on each rank: the sum decides the next period,
+    # which must be equal on all ranks, and a native allreduce promises equal sums only up to rounding.
+    mine = torch.tensor([square], dtype=torch.float64, device="cpu")
     try:
         everyone = await reducer.channel("drift").allgather(mine, "drift")
     except BaseException:

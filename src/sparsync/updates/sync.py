@@ -627,15 +627,14 @@ class UpdateSync(Handle):
         # The first allreduce, of one element, gives the latency; the difference gives the seconds per
         # element. Each time is the least of three, because other load on the machine only adds time.
         best = []
-        with self.reducer.exchanging():
-            for count in (1, min(size, _PROBE)):
-                spent = []
-                for _ in range(3):
-                    run(channel.barrier())
-                    began = time.perf_counter()
-                    run(channel.allreduce(torch.zeros(count), "probe"))
-                    spent.append(time.perf_counter() - began)
-                best.append(min(spent))
+        for count in (1, min(size, _PROBE)):
+            spent = []
+            for _ in range(3):
+                run(channel.barrier())
+                began = time.perf_counter()
+                run(channel.allreduce(torch.zeros(count, device="cpu"), "probe"))
+                spent.append(time.perf_counter() - began)
+            best.append(min(spent))
         return best[0] + max(best[1] - best[0], 0.0) * size / min(size, _PROBE)
 
     def no_sync(self) -> AbstractContextManager[None]:

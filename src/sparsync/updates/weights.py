@@ -113,7 +113,7 @@ class ModelWeights(Weights):
         self._names = [name for name, _ in tensors]
         self._sizes = {name: tensor.numel() for name, tensor in tensors}
         self._ends = list(accumulate(-(-n // self._divisor) for n in self._sizes.values())) or [0]
-        self._like = tensors[0][1].new_empty(0) if tensors else torch.zeros(0)
+        self._like = tensors[0][1].new_empty(0) if tensors else torch.zeros(0, device="cpu")
         wide = any(tensor.dtype == torch.float64 for _, tensor in tensors)
         self.dtype = torch.float64 if wide else torch.float32
         self.ranks = 1.0  # see ``average_over``

@@ -296,7 +296,7 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round values; finite ones are clamped to the largest number that both dtypes can represent."""
     limit = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
     for kind in (dtype, values.dtype):
-        largest = torch.tensor(limit, dtype=torch.float64).to(kind)
+        largest = torch.tensor(limit, dtype=torch.float64, device="cpu").to(kind)
         if float(largest) > limit:  # 65,504 in float16 would round to 65,536 in bfloat16
             largest = torch.nextafter(largest, torch.zeros_like(largest))
         limit = float(largest)

@@ -267,5 +267,5 @@ def _codes_of(header: Header, raw: Tensor, limit: float = 0.0) -> Codes:
 def _largest_scale(dtype: torch.dtype, bits: int) -> float:
     """Return the largest bf16 scale for which no level overflows ``dtype`` or float32."""
     finite = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    limit = torch.tensor(finite / normal_levels.top_level(bits), dtype=torch.float32)
+    limit = torch.tensor(finite / normal_levels.top_level(bits), dtype=torch.float32, device="cpu")
     return float((limit.view(torch.int32) & -(1 << 16)).view(torch.float32))

@@ -39,7 +39,7 @@ def encode_regions(
     layout = _layout(codec, [vector])
     if layout is None or not codec.is_exact(torch.float32):
         parts = vector.split(boundaries)
-        none = torch.empty(0, dtype=torch.uint8)
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
         messages = [
             none if region == own else codec.encode(part).payload
             for region, part in enumerate(parts)

@@ -164,7 +164,7 @@ def encode_dealt(
         start += count
         if owner == rank:
             own, seen[part] = entries, values[part]
-            messages.append(torch.empty(0, dtype=torch.uint8))
+            messages.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
             continue
         # entries that do not fit stay 0 in ``seen``, i.e. undelivered, so the residual keeps them
         fitting = kernels.top(entries.values, limit) if count > limit else slice(None)

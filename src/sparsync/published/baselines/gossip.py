@@ -199,8 +199,10 @@ class Sgp(Averager):
         # neighbour, and one for this rank.  So the columns of the mixing matrix sum to 1, and the sums
         # of x and of w over the ranks never change.
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
-        # send the weight in float64: 8 bytes before the values keep these aligned
-        weight = torch.tensor([share * self.state.weight], dtype=torch.float64).to(vector.device)
+        # the weight takes 8 bytes before the values, so that these stay aligned
+        weight = torch.tensor([share * self.state.weight], dtype=torch.float64, device="cpu").to(
+            vector.device
+        )
         parts = [bytes_of(part) for part in (weight, share * self._x(vector))]
         messages = await exchange(comm, self.graph, torch.cat(parts), step, "gossip")
         total, weight_total = torch.zeros_like(vector), 0.0

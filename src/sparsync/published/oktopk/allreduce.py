@@ -275,7 +275,9 @@ class OkTopk(Collective):
             # In the tight case of Theorem 3.1, rank i has selected entries only in region i, so the means
             # of the ranks' cuts suit no rank: at P = 16, one rank receives 13.1 words per k.
             cuts = regions.equal_count_cuts(selected.indices.tolist(), size, world_size)
-            sums = await comm.allreduce(torch.tensor(cuts, dtype=torch.int64), "boundaries")
+            sums = await comm.allreduce(
+                torch.tensor(cuts, dtype=torch.int64, device="cpu"), "boundaries"
+            )
             return [0, *(total // world_size for total in sums.tolist()), size]
         total, brackets = await regions.quantiles(
             comm,
@@ -337,9 +339,9 @@ class OkTopk(Collective):
             count_limit=size,
             phase="threshold",
         )
-        bounds = below(torch.tensor([bracket.low, bracket.high]))
+        bounds = below(torch.tensor([bracket.low, bracket.high], device="cpu"))
         from_low, from_high = (values.numel() - bounds).tolist()
-        mine = torch.tensor([from_high, from_low - from_high, share.load])
+        mine = torch.tensor([from_high, from_low - from_high, share.load], device="cpu")
         # This allgather decides which entries are kept, whether to balance, and whether to cut the
         # regions again.  After it, every rank knows the length of every message.
         everyone = await comm.allgather(mine, "sizes")
@@ -363,7 +365,7 @@ class OkTopk(Collective):
         # largest
         codec = self.codec if self.codec.is_exact(region.values.dtype) else Coo()
         encoded = codec.encode(region)
-        length = torch.tensor([encoded.payload.numel()])
+        length = torch.tensor([encoded.payload.numel()], device="cpu")
         lengths = [int(t) for t in await comm.allgather(length, "sizes")]
         framing = MessageFraming(codec)
         messages = await comm.allgatherv(encoded.payload, lengths, "threshold", framing)
@@ -387,7 +389,7 @@ class OkTopk(Collective):
         threshold_key = self.state.threshold_key
         key = torch.tensor([max(threshold_key or 0, 1)], device=region.values.device)
         reach = int(kernels.count_from(region.values, key))
-        mine = torch.tensor([reach, int((~region.isfinite()).sum())])
+        mine = torch.tensor([reach, int((~region.isfinite()).sum())], device="cpu")
         everyone = await comm.allgather(mine, "sizes")
         counts, broken = zip(*(t.tolist() for t in everyone), strict=True)
         return _Kept(self._within_cap(counts, k, finite=not any(broken)), threshold_key)

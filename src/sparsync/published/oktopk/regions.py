@@ -131,7 +131,7 @@ async def quantiles(
     wanted: Sequence[int] = []
     total = 0
     while True:
-        at = below(torch.tensor(edges, dtype=torch.int64))
+        at = below(torch.tensor(edges, dtype=torch.int64, device="cpu"))
         counts = await comm.allreduce(at.diff().to(dtype), phase)
         ends = [0, *counts.to(torch.int64).cumsum(0).tolist()]
         # From here on, all decisions use integers that are equal on all ranks, so all ranks take the
@@ -229,7 +229,7 @@ class Writer:
         """Return one message per region (empty for ``own``), and the unrounded entries of ``own``."""
         if self.exact:
             return encode_regions(self.codec, vector, boundaries, own)
-        parts, none = vector.split(boundaries), torch.empty(0, dtype=torch.uint8)
+        parts, none = vector.split(boundaries), torch.empty(0, dtype=torch.uint8, device="cpu")
         messages = [
             none if region == own else self.write(part, boundaries[region])
             for region, part in enumerate(parts)

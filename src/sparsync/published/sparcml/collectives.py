@@ -300,7 +300,7 @@ class Dynamic(StreamCollective):
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
             if dest == call.comm.rank and self.local is None:
                 # this rank's share is not sent and needs no rounding, except in Algorithm 1
-                payloads.append(torch.empty(0, dtype=torch.uint8))
+                payloads.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
                 continue
             encoded = call.encode(piece, dest, start=start, codec=codec)
             payloads.append(encoded.payload)
@@ -494,7 +494,9 @@ class SparcmlAuto(Collective):
         if self.cap is not None:
             most = min(self.cap * k, size)
         elif most is None:
-            most = float(await comm.allreduce(torch.tensor([selected.nnz]), "entries", "max"))
+            most = float(
+                await comm.allreduce(torch.tensor([selected.nnz], device="cpu"), "entries", "max")
+            )
         chosen = self.choose(Job(size, most, comm.world_size, result=self.state.entries), dtype)
         reduced = await chosen.reduce(comm, selected, k, step)
         # count only the nonzero entries of a dense total; otherwise all later totals would be dense

@@ -527,7 +527,7 @@ class Agent(Companion):
             return
         self._merge(self._toggled(peer))
         header = Header(Kind.WELCOME, self._common.models, self.version)
-        parts = torch.tensor(self._generations), self._common.total
+        parts = torch.tensor(self._generations, device="cpu"), self._common.total
         self.post(peer, header.pack(), torch.cat([*map(bytes_of, parts)]))
 
     def _merge(self, generations: list[int], reason: str = "other ranks say so") -> None:
@@ -544,7 +544,7 @@ class Agent(Companion):
         self.left_out += [(peer, step, reason) for peer in sorted(before - set(present))]
         for peer in present:
             if peer != self.host.rank:
-                self._post(peer, Kind.VIEW, torch.tensor(newer))
+                self._post(peer, Kind.VIEW, torch.tensor(newer, device="cpu"))
         self._drop()
         if self.host.rank not in present:
             for peer in present:  # any message makes its receiver readmit this rank

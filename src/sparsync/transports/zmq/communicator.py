@@ -234,7 +234,7 @@ class ZmqCommunicator(Communicator):
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
         """Take the message if it has already arrived, or post a receive for it."""
         if capacity == 0 and not framing.variable:
-            return Finished(torch.empty(0, dtype=torch.uint8))
+            return Finished(torch.empty(0, dtype=torch.uint8, device="cpu"))
         return self._receive({source: capacity}, phase, framing)
 
     def irecv_any(self, capacity: int, phase: str, framing: Framing) -> Receive:
@@ -286,7 +286,7 @@ class ZmqCommunicator(Communicator):
         await arriving
         for operation in sending:
             await operation
-        received = [torch.empty(0, dtype=torch.uint8)] * world_size
+        received = [torch.empty(0, dtype=torch.uint8, device="cpu")] * world_size
         for claim in arriving.claims:
             if claim.sender is not None and claim.payload is not None:
                 received[claim.sender] = claim.payload

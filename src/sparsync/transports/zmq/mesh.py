@@ -233,7 +233,7 @@ class Mesh:
 
     def _tell_all(self, flag: int) -> None:
         header = Header(flag, self.rank, self.job, 0, 0, 0, 0, 0, 0).pack()
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         for link in self.links.values():
             link.send(Parcel(header, nothing))
 
@@ -617,7 +617,7 @@ def _taken(raw: memoryview) -> Tensor:
     all stay alive.
     """
     if len(raw) == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     if len(raw) <= SHARED:
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     payload = torch.frombuffer(raw, dtype=torch.uint8)
@@ -626,7 +626,7 @@ def _taken(raw: memoryview) -> Tensor:
 
 def _joined(pieces: Sequence[memoryview]) -> Tensor:
     """Concatenate the frames of a long payload into one tensor."""
-    whole, at = torch.empty(sum(map(len, pieces)), dtype=torch.uint8), 0
+    whole, at = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device="cpu"), 0
     into = whole.numpy()
     for piece in pieces:
         into[at : at + len(piece)] = piece

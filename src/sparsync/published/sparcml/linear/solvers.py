@@ -219,7 +219,7 @@ class Solver(ABC):
         }
         # all solvers compare the same names, because ranks may have different solvers
         await agree(self.comm, {**facts, **dict.fromkeys(_FACTS), **self.facts})
-        counts = await self.comm.allgather(torch.tensor([own.rows]), "rows")
+        counts = await self.comm.allgather(torch.tensor([own.rows], device="cpu"), "rows")
         self.rows = [int(count) for count in counts]
 
     @property
@@ -264,7 +264,7 @@ class Solver(ABC):
 
 async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> list[float]:
     """Sum a few numbers in rank order, so that all ranks and transports get the same bits."""
-    everyone = await comm.allgather(torch.tensor(mine, dtype=torch.float64), phase)
+    everyone = await comm.allgather(torch.tensor(mine, dtype=torch.float64, device="cpu"), phase)
     return torch.stack(everyone).cumsum(0)[-1].tolist()
 
 
@@ -537,8 +537,8 @@ class Scd(Solver):
     async def _sum(self, partial_sums: list[Floats]) -> Floats:
         """Return the sums over ranks, in rank order, of the derivatives for this rank's coordinates."""
         own = partial_sums[self.comm.rank]
-        widest = max(1, *(part.shape[1] for part in partial_sums))  # all messages have one length
-        blocks = torch.zeros(len(partial_sums), 2, widest, dtype=torch.float64)
+        widest = max(1, *(part.shape[1] for part in partial_sums))  # messages of one length
+        blocks = torch.zeros(len(partial_sums), 2, widest, dtype=torch.float64, device="cpu")
         for block, part in zip(blocks, partial_sums, strict=True):
             block[:, : part.shape[1]] = torch.from_numpy(part)
         payloads = list(blocks.view(len(partial_sums), -1).view(torch.uint8))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrize, prune
 
 import sparsync
 from sparsync import ConfigurationError
@@ -534,3 +535,29 @@ def test_what_a_user_saves_loads_and_evaluates(kind):
         assert torch.equal(flat(net), own) and not torch.equal(own, shared)
         through = steps(net, optimizer, range(7, 9))
         assert torch.equal(through, steps(other, other_optimizer, range(9)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("end", ["finish", "load"])
+def test_a_parameter_that_pruning_renames_keeps_its_name_in_states(end):
+    """Pruning and parametrizations keep the parameter, and register it under another name."""
+    ends = []
+    for prunes in (True, False):
+        net = model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        with sparsync.attach(net, optimizer) as sync:
+            steps(net, optimizer, range(3))
+            sync.finish()
+            if prunes:  # with a mask of ones
+                prune.identity(net[0], "weight")
+                parametrize.register_parametrization(net[2], "weight", torch.nn.Identity())
+            steps(net, optimizer, range(3, 5))
+            if end == "load":
+                state = copy.deepcopy(sync.state_dict())
+                steps(net, optimizer, range(5, 7))
+                sync.load_state_dict(state)
+            steps(net, optimizer, range(5, 7))
+            sync.finish()
+        ends.append(torch.cat([p.detach().flatten() for p in sync.trained.values()]))
+    assert torch.equal(*ends)
+    assert {"0.weight", "2.weight"} <= sync.state_dict()["content"]["parameters"].keys()

@@ -59,19 +59,16 @@ _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_mo
 
 
 def own_state(
-    module: nn.Module, names: Collection[str], optimizers: Sequence[torch.optim.Optimizer]
+    module: nn.Module, trained: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return copies of the parameters with these names, the buffers, and the optimizer states.
-
-    Of a sharded tensor, this rank's part is copied.
-    """
-    tensors = {name: local_of(t).clone() for name, t in _tensors(module, names).items()}
+    """Return copies of this rank's parts of these parameters, its buffers and its optimizer states."""
+    tensors = {name: local_of(t).clone() for name, t in _tensors(module, trained).items()}
     moments = {
         # A parameter that has had no gradient yet is saved as {}.  As every name is saved, a missing one
         # is noticed.
         name: {key: _copy(value) for key, value in one.state.get(parameter, {}).items()}
         for one in optimizers
-        for name, parameter in _named(module, one)
+        for name, parameter in _named(module, trained, one)
     }
     groups = [
         [
@@ -93,7 +90,7 @@ def is_broken(state: Mapping[str, Any], exchanged: Collection[str]) -> bool:
 
 def own_kinds(
     module: nn.Module,
-    names: Collection[str],
+    trained: Mapping[str, Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     exchanged: Collection[str],
@@ -110,12 +107,12 @@ def own_kinds(
         # in any other state, it would reset only this rank.
         "parameters": Exactly(None)
         if resharded
-        else _weights_kind(module, names, exchanged if finite else ()),
+        else _weights_kind(module, trained, exchanged if finite else ()),
         "moments": Fields(
             {
                 name: _moments_kind(kept, finite)
                 for one in optimizers
-                for name, kept in _kept_after_a_step(module, one).items()
+                for name, kept in _kept_after_a_step(module, trained, one).items()
             }
         ),
         "groups": Each(
@@ -124,8 +121,10 @@ def own_kinds(
     }
 
 
-def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[str]) -> Kind:
-    parts = {name: local_of(tensor) for name, tensor in _tensors(module, names).items()}
+def _weights_kind(
+    module: nn.Module, trained: Mapping[str, Tensor], finite: Collection[str]
+) -> Kind:
+    parts = {name: local_of(tensor) for name, tensor in _tensors(module, trained).items()}
     return Fields(
         {
             name: Values(tuple(part.shape), part.dtype, finite=name in finite)
@@ -135,11 +134,11 @@ def _weights_kind(module: nn.Module, names: Collection[str], finite: Collection[
 
 
 def _kept_after_a_step(
-    module: nn.Module, optimizer: torch.optim.Optimizer
+    module: nn.Module, trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> dict[str, Mapping[str, Any] | None]:
     """Return an optimizer's state for each parameter, now or after a first step; None if unknown."""
     kept = states_of(optimizer)
-    return {name: kept.get(parameter) for name, parameter in _named(module, optimizer)}
+    return {name: kept.get(parameter) for name, parameter in _named(module, trained, optimizer)}
 
 
 def _moments_kind(kept: Mapping[str, Any] | None, finite: bool) -> Kind:
@@ -201,15 +200,21 @@ def _setting_kind(name: str, value: Any) -> Kind:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, names: Collection[str], state: Mapping[str, Any]) -> None:
+def load_weights(
+    module: nn.Module, trained: Mapping[str, Tensor], state: Mapping[str, Any]
+) -> None:
     """Load the weights that ``own_state`` returned; a resharded state has none."""
-    # tensors are copied in place, because optimizers and hooks hold references to them
-    for name, tensor in _tensors(module, names).items() if state["parameters"] is not None else ():
-        local_of(tensor).copy_(state["parameters"][name])
+    # copy in place, because optimizers and hooks hold these tensors
+    if state["parameters"] is not None:
+        for name, tensor in _tensors(module, trained).items():
+            local_of(tensor).copy_(state["parameters"][name])
 
 
 def load_optimizers(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
+    module: nn.Module,
+    trained: Mapping[str, Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    state: Mapping[str, Any],
 ) -> None:
     """Load the optimizer states that ``own_state`` returned."""
     for one, groups in zip(optimizers, state["groups"], strict=True):
@@ -218,7 +223,7 @@ def load_optimizers(
         fresh = one.state_dict()
         fresh["state"] = {
             at: {key: _like(value, parameter) for key, value in state["moments"][name].items()}
-            for at, (name, parameter) in enumerate(_named(module, one))
+            for at, (name, parameter) in enumerate(_named(module, trained, one))
             if state["moments"][name]
         }
         fresh["param_groups"] = [
@@ -251,15 +256,19 @@ def _digests(moments: Moments) -> dict[Tensor, dict[str, Any]]:
     }
 
 
-def _tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Return these parameters and the persistent buffers."""
-    found: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if n in names}
-    return found | saved_buffers(module)
+def _tensors(module: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the trained parameters, by the names that they had at ``attach``, and saved buffers."""
+    # pruning and parametrizations move a parameter to another name, e.g. weight_orig
+    now = dict(module.named_parameters())
+    return {n: now.get(n, parameter) for n, parameter in trained.items()} | saved_buffers(module)
 
 
-def _named(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield an optimizer's parameters, in its order, with their names."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
+def _named(
+    module: nn.Module, trained: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield an optimizer's parameters, in its order, with their names, as in ``_tensors``."""
+    both = (*module.named_parameters(), *trained.items())
+    names: dict[Tensor, str] = {parameter: name for name, parameter in both}
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for at, parameter in enumerate(every):
         yield names.get(parameter, f"({type(optimizer).__name__}, parameter {at})"), parameter

@@ -818,7 +818,7 @@ class UpdateSync(Handle):
         scale = None if scaler is None else scaler.state_dict()
 
         def load() -> None:
-            load_optimizers(module, self.outer.optimizers, state)
+            load_optimizers(module, self._weights.trained, self.outer.optimizers, state)
             if scaler is not None:
                 scaler.load_state_dict(state["scaler"])
 

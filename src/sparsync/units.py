@@ -37,6 +37,7 @@ __all__ = [
     "substituted",
     "training",
     "unflatten",
+    "writable",
 ]
 
 # torch's mark on parameters that an optimizer steps inside ``backward()``; torch never removes it
@@ -185,6 +186,18 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 
+def writable(tensor: Tensor) -> bool:
+    """Return whether every element has memory of its own: not in a sparse or an expanded tensor.
+
+    Example:
+        >>> [writable(one) for one in (torch.eye(2), torch.eye(2).to_sparse(), torch.ones(1).expand(2))]
+        [True, False, False]
+    """
+    return tensor.layout is torch.strided and all(
+        step or size <= 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors of the same dtype, flattened; the result shares memory with a single tensor."""
     joined: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
@@ -199,7 +212,7 @@ def unflatten(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
     """Return the tensors that replicas share: parameters and the statistics of ``SyncBatchNorm``.
 
-    Tensors named in ``ignored`` are private to each rank, and left out.
+    Tensors named in ``ignored`` are private to each rank, and left out, as sparse constants are.
     """
     synchronised = {
         f"{name}.{buffer}" if name else buffer: tensor
@@ -208,7 +221,11 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
         for buffer, tensor in module.named_buffers(recurse=False)
     }
     named = {**dict(model.named_parameters()), **synchronised}
-    return {name: local_of(tensor) for name, tensor in named.items() if name not in ignored}
+    return {
+        name: local_of(tensor)
+        for name, tensor in named.items()
+        if name not in ignored and writable(tensor)
+    }
 
 
 def training(model: nn.Module) -> list[Any]:

@@ -1231,3 +1231,38 @@ def test_a_default_device_of_the_program_changes_nothing(kind, wrap, folder):
             sync.close()
         ends.append(flat(net))
     assert torch.equal(*ends)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["gradients", "updates", "averages"])
+def test_buffers_that_cannot_be_averaged_are_no_obstacle(kind):
+    net, rank = model(), dist.get_rank()
+    for saved in (True, False):
+        for name, buffer in {
+            "coo": torch.eye(2).to_sparse(),
+            "csr": torch.eye(2).to_sparse_csr(),
+            "expanded": torch.full((1,), -1e9).expand(3, 3),
+            "eight_bits": torch.full((3,), 1.0 + rank).to(torch.float8_e4m3fn),
+        }.items():
+            net.register_buffer(f"{name}_{saved}", buffer, persistent=saved)
+    net.constant = torch.nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
+    if kind == "averages":
+        optimizer, sync = torch.optim.SGD(net[0].parameters(), lr=0.1), LocalSgd(net, period=2)
+    elif kind == "updates":
+        optimizer = torch.optim.AdamW(net[0].parameters())
+        sync = sparsync.attach(net, optimizer)
+    else:
+        optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+        sync = sparsync.attach(net, optimizer, replicate=dist.group.WORLD)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(net, step)
+        optimizer.step()
+        if kind == "averages":
+            sync.step()
+    sync.load_state_dict(copy.deepcopy(sync.state_dict()))
+    sync.finish()
+    assert same_everywhere(flat(net[:4]))
+    if kind != "gradients":
+        assert net.eight_bits_True.float().tolist() == [1.0] * 3  # rank 0's
+    sync.close()

@@ -19,7 +19,7 @@ from sparsync.errors import NonFiniteGradientError, require
 from sparsync.kernels import divide_
 from sparsync.transports.agree import agree, digest, divergences
 from sparsync.transports.communicator import Communicator, bytes_of
-from sparsync.units import local_of
+from sparsync.units import local_of, writable
 
 __all__ = [
     "Binding",
@@ -27,6 +27,7 @@ __all__ = [
     "MomentRule",
     "NonFiniteRule",
     "averaged_buffers",
+    "floating",
     "saved_buffers",
     "states_of",
 ]
@@ -41,7 +42,10 @@ _NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that ``state_dict`` saves, i.e. all but those with ``persistent=False``."""
+    """Return the buffers that ``state_dict`` saves, i.e. all but those with ``persistent=False``.
+
+    Sparse and expanded ones are left to each rank, because they cannot be written in place.
+    """
     # This set of names is private (PyTorch 2.13), but there is no public alternative.
     # ``state_dict`` itself would run the state-dict hooks of the model's classes.
     unsaved = {
@@ -49,7 +53,16 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in unsaved}
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name not in unsaved and writable(buffer)
+    }
+
+
+def floating(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers that torch can add: not if they have only 8 bits."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 def averaged_buffers(model: nn.Module) -> list[str]:
@@ -58,8 +71,8 @@ def averaged_buffers(model: nn.Module) -> list[str]:
     A buffer that holds Inf before training begins is a constant, such as an attention mask.  It must not
     be averaged: -inf minus -inf is NaN, which would look like a broken rank.
     """
-    floating = {n: b for n, b in saved_buffers(model).items() if b.is_floating_point()}
-    return [name for name, buffer in floating.items() if bool(torch.isfinite(buffer).all())]
+    numbers = {n: b for n, b in saved_buffers(model).items() if floating(b)}
+    return [name for name, buffer in numbers.items() if bool(torch.isfinite(buffer).all())]
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
@@ -147,8 +160,8 @@ class Binding:
             for name in averaged_buffers(model)
             if buffers == "average" and _sums(model.get_buffer(name), comm.world_size)
         }
-        floating = [n for n, b in saved_buffers(model).items() if b.is_floating_point()]
-        self.left_out = [n for n in floating if buffers == "average" and n not in self._averaged]
+        numbers = [n for n, b in saved_buffers(model).items() if floating(b)]
+        self.left_out = [n for n in numbers if buffers == "average" and n not in self._averaged]
         ruled = self._ruled(self._tensors())
         self._shapes = {name: tensor.shape for name, tensor in ruled.items()}
         wide = any(tensor.dtype == torch.float64 for tensor in ruled.values())
@@ -161,7 +174,7 @@ class Binding:
         # ``initial`` lacks the frozen parameters.  Keep digests of their first values, because the script
         # may change them before averaging begins, e.g. if they belong to a teacher that it updates.
         tensors = self._tensors()
-        frozen = [n for n, _ in model.named_parameters() if n not in self._shapes]
+        frozen = [n for n, _ in model.named_parameters() if n in tensors and n not in self._shapes]
         self._frozen = {name: digest(tensors[name]) for name in frozen}
 
     def follow_loads(self, loaded: Callable[[Mapping[str, Tensor]], None]) -> list[RemovableHandle]:
@@ -316,7 +329,7 @@ class Binding:
         rest = {name: t for name, t in self._tensors().items() if name not in self._shapes}
         for torn in await divergences(comm, rest):
             tensor = rest[torn.name]
-            if tensor.is_floating_point():
+            if floating(tensor):
                 if self.nonfinite == "raise" and torn.name not in self.left_out:
                     self._check_finite(torn.name, tensor)
                 wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -329,8 +342,9 @@ class Binding:
     # ---- the tensors in the vector ----------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the model's parameters, each once, and saved buffers; complex ones as real views."""
-        named = dict(self.model.named_parameters()) | saved_buffers(self.model)
+        """Return the model's parameters, each once, and its saved buffers; complex ones as real."""
+        named: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if writable(p)}
+        named |= saved_buffers(self.model)
         return {n: torch.view_as_real(t) if t.is_complex() else t for n, t in named.items()}
 
     def _ruled(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ from sparsync.transports import driver
 from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.process_group import Groups
-from sparsync.units import Unit, check_same_parameters, kinds_of, local_of
+from sparsync.units import Unit, check_same_parameters, kinds_of, local_of, writable
 
 __all__ = ["ParameterSource", "ReplicaStep", "attach_replicas"]
 
@@ -371,7 +371,8 @@ class ParameterSource(Source):
             model = self._model()
             # frozen parameters are compared as well, e.g. those of the model below a LoRA
             frozen = {} if model is None else dict(model.named_parameters())
-            named = [(name, local_of(p)) for name, p in {**frozen, **self._parameters}.items()]
+            every = {**frozen, **self._parameters}
+            named = [(name, local_of(p)) for name, p in every.items() if writable(p)]
             await check_equal_parameters(reducer.channel("weights"), named)
 
 

@@ -21,7 +21,7 @@ from sparsync.options import Compression, Options
 from sparsync.transports.agree import agree, check_equal_parameters, equalise_
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
-from sparsync.units import local_of, output_parameters
+from sparsync.units import local_of, output_parameters, writable
 from sparsync.updates.family import OUTER_SETTINGS
 from sparsync.updates.gradient_noise import noise_of
 from sparsync.updates.offload import offloaded
@@ -201,7 +201,7 @@ def attach_updates(
         # Ranks of a node must start equal as well, because they average gradients, not weights.  Without
         # DDP, nothing has compared the frozen parameters yet, e.g. of the model below a LoRA.
         compared = trained if ddp is not None else dict(module.named_parameters())
-        named = [(name, local_of(parameter)) for name, parameter in compared.items()]
+        named = [(name, local_of(one)) for name, one in compared.items() if writable(one)]
         for comm in sync.communicators if node is not None else [reducer.comm]:
             run(check_equal_parameters(comm, named))
         sync.watch(ddp)

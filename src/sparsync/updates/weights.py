@@ -12,11 +12,11 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
-from sparsync.averaging.binding import averaged_buffers, saved_buffers
+from sparsync.averaging.binding import averaged_buffers, floating, saved_buffers
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.changes import Changes
 from sparsync.gradients.hierarchy import Node
-from sparsync.units import is_finite, local_of
+from sparsync.units import is_finite, local_of, writable
 from sparsync.updates.fragments import Weights
 from sparsync.updates.gradient_noise import GradientNoise
 from sparsync.updates.outer_engine import OuterEngine
@@ -94,20 +94,20 @@ class ModelWeights(Weights):
         self._module, self.trained, self.node = module, dict(trained), node
         self._divisor = 1 if node is None else node.comm.world_size
         self._rank = 0 if node is None else node.comm.rank
-        floating = {n: b for n, b in saved_buffers(module).items() if b.is_floating_point()}
-        self.buffers = [name for name in floating if name not in ignored] if buffers else []
+        numbers = {n: b for n, b in saved_buffers(module).items() if floating(b)}
+        self.buffers = [name for name in numbers if name not in ignored] if buffers else []
         self._local = frozenset(ignored) if buffers else None  # None: all buffers stay local
         # versions, by name, of the parameters that are not trained; the model itself may write them
         self._frozen = {
             name: local_of(parameter)._version
             for name, parameter in module.named_parameters()
-            if name not in trained and name not in ignored
+            if name not in trained and name not in ignored and writable(parameter)
         }
         # These buffers are not exchanged, because ranks would refuse every exchange with NaN or Inf.
         # ``strayed`` reports a buffer that turns out not to be constant.
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
-        # the buffers that ``strayed`` watches
-        self._marks = {name: _mark(floating[name]) for name in self.left_out}
+        # buffers to be watched
+        self._marks = {name: _mark(numbers[name]) for name in self.left_out}
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
         self._names = [name for name, _ in tensors]
@@ -185,7 +185,8 @@ class ModelWeights(Weights):
                 name: local_of(buffer)
                 for name, buffer in self._module.named_buffers()
                 if name not in self._local
-                # a buffer that has grown since attach is not exchanged as a whole
+                and writable(buffer)
+                # one that has grown since attach is not exchanged as a whole
                 and (name not in self.buffers or buffer.numel() != self._sizes[name])
             }
         # shapes are part of the names, so that ranks compare them as well

@@ -695,3 +695,19 @@ def test_a_torch_that_adds_up_instead_of_averaging_is_refused():
         with refused("adds up the gradients of CPU tensors", "torch 99 or newer"):
             attach(sharded(mesh), mesh)
         attach(sharded(grid(replicas=4, shards=1)), grid(replicas=4, shards=1)).close()
+
+
+@on_ranks(2)
+def test_finish_makes_the_buffers_of_replicas_equal():
+    """Without DDP, nothing broadcasts the statistics of BatchNorm."""
+    net = torch.nn.Sequential(small_model.model(), torch.nn.BatchNorm1d(5))
+    with sparsync.attach(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), replicate=dist.group.WORLD
+    ) as sync:
+        small_model.train(net, range(3))
+        first = gathered(net[1].running_var.tolist())
+        assert first[0] != first[1]
+        sync.finish()
+        assert net[1].running_var.tolist() == first[0]
+        small_model.train(net, range(3, 5))  # training goes on
+        assert same_everywhere(flat(net))

@@ -141,9 +141,9 @@ class ParameterSource(Source):
         parts: makes decisions together with the ranks that hold other parts of this replica.
         shards: the parameters whose gradients are exchanged.
         fsdp: the switches of FSDP2 in the model.
-        schedule: for a pipeline, the number of backward passes per step and the factor on gradients.
-        overlap: exchange a unit while others are still in their backward pass.
-        compares: check that replicas begin with equal weights.
+        schedule: for a pipeline, the backward passes per step and the factor on its gradients.
+        overlap: exchange units while others are in their backward pass.
+        compares: check that replicas begin with equal weights, and make their buffers equal at the end.
     """
 
     def __init__(
@@ -160,7 +160,8 @@ class ParameterSource(Source):
     ) -> None:
         self._model, self._steps, self._parts, self._fsdp = weakref.ref(model), steps, parts, fsdp
         self._overlap = overlap
-        # whether the replicas' weights have been compared, which is done before the first commit
+        self._equalises = compares
+        # whether replicas' weights have been compared, which happens before the first commit
         self._compared = not compares
         self._parameters = {p.name: p.parameter for p in shards}
         self._kinds = kinds_of(self._parameters)
@@ -213,6 +214,19 @@ class ParameterSource(Source):
         if not self._scheduled:
             super().step()
         self._close()
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's buffers: every rank has its own batches, and no DDP."""
+        model = self._model()
+        if model is None or not self._equalises:
+            return {}
+        # shapes may differ between ranks, and are compared as parts of the names
+        return {
+            f"{name} {tuple(buffer.shape)}": local_of(buffer)
+            for name, buffer in model.named_buffers()
+            if writable(buffer)
+        }
 
     def _check_model(self, _kept: Handle, model: nn.Module, _inputs: Any) -> None:
         """Refuse parameters added after attach, whose gradients would stay on this replica."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
 from sparsync.exclusive import refuse_inside_backward
@@ -25,7 +25,7 @@ from sparsync.handle import Handle
 from sparsync.options import Options
 from sparsync.scalers import follow_scalers
 from sparsync.state import outside_inference
-from sparsync.transports.agree import on_all_or_none
+from sparsync.transports.agree import equalise_, on_all_or_none
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
 from sparsync.units import Piece
@@ -63,6 +63,11 @@ class Source(ABC):
             "contribute() weighs updates, and this exchanges gradients, which are averaged as DDP does; "
             "multiply the loss by n * ranks / (sum of all ranks' n) instead (docs/optimizers.md)"
         )
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers that each rank has changed on its own; DDP leaves none."""
+        return {}
 
     def step(self) -> None:
         """End a step that ``backward()`` cannot end."""
@@ -197,11 +202,16 @@ class GradientSync(Handle):
 
     @outside_inference
     def finish(self) -> None:
-        """With ``elastic=``, wait until all ranks have applied the last step; otherwise do nothing.
+        """Wait until all ranks have applied the last step, with ``elastic=``; all ranks call this.
 
-        Replicas are equal already, because gradients are exchanged.
+        Exchanged gradients keep the weights of replicas equal.  Without DDP, which would do so in every
+        forward pass, this also makes buffers equal on all replicas: they become those of the first one.
         """
         self._steps.ranks.part()
+        if not self.closed and (buffers := self._source.buffers):
+            comm = self.communicators[0]
+            with comm.ledger.outside_steps():
+                run(equalise_(comm, buffers))
 
     def _before_close(self) -> None:
         """Do nothing: replicas are equal, because gradients are exchanged."""

@@ -711,3 +711,21 @@ def test_finish_makes_the_buffers_of_replicas_equal():
         assert net[1].running_var.tolist() == first[0]
         small_model.train(net, range(3, 5))  # training goes on
         assert same_everywhere(flat(net))
+
+
+@on_ranks(2)
+def test_weights_are_compared_as_they_were_before_a_forward_pass_writes_to_them():
+    """``Embedding(max_norm=...)`` shortens the rows of a rank's own batch."""
+    rank = dist.get_rank()
+    for wrong in (False, True):
+        torch.manual_seed(rank if wrong else 0)
+        net = torch.nn.Sequential(torch.nn.Embedding(9, 4, max_norm=0.1), torch.nn.Linear(4, 1))
+        with sparsync.attach(net, density=0.1, replicate=dist.group.WORLD) as sync:
+            loss = net(torch.tensor([rank, 5])).sum()
+            assert not same_everywhere(net[0].weight.detach())
+            if wrong:
+                with refused("ranks disagree on parameter 0.weight", error=PeerError):
+                    loss.backward()
+            else:
+                loss.backward()
+                assert sync.steps == 1

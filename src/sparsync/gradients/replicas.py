@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sparsync.errors import ConfigurationError
 from sparsync.exclusive import check_outside_ddp
+from sparsync.feedback.changes import Changes
 from sparsync.gradients.consensus import PartsConsensus
 from sparsync.gradients.runs import Run, parts_of, runs_of, write_part
 from sparsync.gradients.shards import (
@@ -38,7 +39,7 @@ from sparsync.handle import Handle, Hook, call_after_backward, make_engine, weak
 from sparsync.options import Options
 from sparsync.sparse import Vector
 from sparsync.transports import driver
-from sparsync.transports.agree import check_equal_parameters
+from sparsync.transports.agree import check_equal_digests, digest
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.process_group import Groups
 from sparsync.units import Unit, check_same_parameters, kinds_of, local_of, writable
@@ -164,6 +165,8 @@ class ParameterSource(Source):
         # whether replicas' weights have been compared, which happens before the first commit
         self._compared = not compares
         self._parameters = {p.name: p.parameter for p in shards}
+        self._noted: dict[str, str] = {}  # see ``_note_first_weights``
+        self._changes = Changes(self._parameters)
         self._kinds = kinds_of(self._parameters)
         self._place = {
             self._parameters[slot.name]: (i, slot)
@@ -232,6 +235,27 @@ class ParameterSource(Source):
         """Refuse parameters added after attach, whose gradients would stay on this replica."""
         check_outside_ddp(model)
         self._check_parameters(model)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._note_first_weights()
+
+    def _note_first_weights(self) -> None:
+        """Note the weights with which replicas begin, before a forward pass writes to them.
+
+        ``Embedding(max_norm=...)`` shortens the rows that a batch reads, which differ between ranks.
+        Weights that are loaded after a forward pass are noted anew.
+        """
+        reducer = self._steps.reducer
+        # a loaded handle continues from a later step
+        if self._compared or reducer.step + reducer.skipped:
+            return
+        if self._noted and not self._changes.replaced():
+            return
+        model = self._model()
+        # frozen ones as well, e.g. of the model below a LoRA
+        frozen = {} if model is None else dict(model.named_parameters())
+        every = {**frozen, **self._parameters}
+        self._noted = {name: digest(local_of(p)) for name, p in every.items() if writable(p)}
+        self._changes.remember()
 
     def _check_parameters(self, model: nn.Module) -> None:
         ignored = self._fsdp.check_same(self._place)
@@ -357,6 +381,7 @@ class ParameterSource(Source):
             self._launch(this, 1.0)  # the schedule has already scaled these gradients
         # jobs must start in the same order on all ranks: first the units, then the jobs below
         if not self._compared:
+            self._note_first_weights()  # where the loop calls parts of the model, which have no hook
             this.jobs.append(engine.submit(self._check_first_weights()))
         used = self._parts.share_used(reducer.channel("used"), this.came)
         this.jobs.append(engine.submit(used))
@@ -382,12 +407,7 @@ class ParameterSource(Source):
         self._compared, reducer = True, self._steps.reducer
         # not after a load, which continues from a later step
         if not reducer.step + reducer.skipped:
-            model = self._model()
-            # frozen parameters are compared as well, e.g. those of the model below a LoRA
-            frozen = {} if model is None else dict(model.named_parameters())
-            every = {**frozen, **self._parameters}
-            named = [(name, local_of(p)) for name, p in every.items() if writable(p)]
-            await check_equal_parameters(reducer.channel("weights"), named)
+            await check_equal_digests(reducer.channel("weights"), self._noted)
 
 
 @final

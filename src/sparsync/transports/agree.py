@@ -24,6 +24,7 @@ __all__ = [
     "Divergence",
     "Outcome",
     "agree",
+    "check_equal_digests",
     "check_equal_parameters",
     "digest",
     "divergences",
@@ -307,7 +308,12 @@ async def check_equal_parameters(
     Cost: the cost of ``digest`` for every tensor, and two allgathers, the second with 8 bytes per
     tensor.
     """
-    digests = {f"parameter {name}": digest(tensor) for name, tensor in parameters}
+    await check_equal_digests(comm, {name: digest(tensor) for name, tensor in parameters})
+
+
+async def check_equal_digests(comm: Communicator, parameters: Mapping[str, str]) -> None:
+    """Check that all ranks hold the same tensors by their digests; see ``check_equal_parameters``."""
+    digests = {f"parameter {name}": text for name, text in parameters.items()}
     # compare the names first, because ``agree`` needs the same number of facts on every rank
     names = f"{len(digests)} with digest {_number(chr(10).join(digests)) % 2**64:016x}"
     await agree(comm, {"the names of the parameters": names})

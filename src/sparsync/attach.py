@@ -153,7 +153,7 @@ def attach(
     )
     from sparsync.exclusive import check_outermost, check_unattached
     from sparsync.presets import PRESETS, resolve
-    from sparsync.units import check_stepped_later
+    from sparsync.units import check_stepped_later, check_values
     from sparsync.updates import OuterStep
 
     for option, kind in (
@@ -263,6 +263,7 @@ def attach(
         return attach_updates(model, optimizers, outer, options, replicate, advises=bool(why))
     assert not isinstance(algorithm, OuterStep)
     resolved = resolve("budgeted" if algorithm is None else algorithm)
+    check_values((name, p) for name, p in model.named_parameters() if p.requires_grad)
     if density is None:
         # Only the warnings below use this estimate. The density itself is chosen later, when the
         # size of a whole replica is known.

@@ -27,6 +27,7 @@ __all__ = [
     "check_same_parameters",
     "check_stepped_later",
     "check_unit_bytes",
+    "check_values",
     "flatten",
     "is_finite",
     "kinds_of",
@@ -226,6 +227,22 @@ def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[
         for name, tensor in named.items()
         if name not in ignored and writable(tensor)
     }
+
+
+def check_values(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse parameters without values, i.e. of lazy modules or on the meta device.
+
+    Example:
+        >>> try: check_values(nn.LazyLinear(2).named_parameters())
+        ... except ConfigurationError as error: str(error).split(";")[0]
+        "'weight' has no values yet"
+    """
+    for name, parameter in named:
+        if parameter.device.type == "meta" or isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigurationError(
+                f"'{name}' has no values yet; materialise the model (load it, or a first forward pass) "
+                "before attach"
+            )
 
 
 def training(model: nn.Module) -> list[Any]:

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -729,3 +730,25 @@ def test_weights_are_compared_as_they_were_before_a_forward_pass_writes_to_them(
             else:
                 loss.backward()
                 assert sync.steps == 1
+
+
+@on_ranks(2)
+def test_parameters_without_values_are_named():
+    for net in (torch.nn.LazyLinear(2), torch.nn.Linear(2, 2, device="meta")):
+        with refused("'weight' has no values yet"):
+            sparsync.attach(net, density=0.1, replicate=dist.group.WORLD)
+
+
+@on_ranks(2)
+def test_compiled_autograd_is_refused_without_ddp():
+    """It would never run the callback that closes the step, so nothing would be exchanged."""
+    net = torch.nn.Linear(2, 1, bias=False)
+    with sparsync.attach(net, density=0.1, replicate=dist.group.WORLD) as sync:
+        loss = net(torch.ones(1, 2)).sum()
+        with (
+            compiled_autograd._enable(torch.compile(backend="eager")),
+            refused("compiled autograd", "exchange='updates'"),
+        ):
+            loss.backward()
+        net(torch.ones(1, 2)).sum().backward()
+        assert sync.steps == 1

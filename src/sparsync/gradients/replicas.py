@@ -8,6 +8,7 @@ apply the step, and the averages are written back to ``parameter.grad``.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -189,8 +190,11 @@ class ParameterSource(Source):
         """Check the model on every forward pass, and count gradients, until the handle is closed."""
         model = self._model()
         assert model is not None
-        # a weak reference, because parameter and source would otherwise keep each other alive
-        hook = weakly(self.on_gradient)
+        # a weak reference, because a parameter must not keep this source alive, which keeps the
+        # parameter
+        # compiled autograd would trace the hook, which exchanges messages
+        disable: Any = torch.compiler.disable
+        hook = Hook(disable(weakly(self.on_gradient).__call__))
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
         # a ModuleList or ModuleDict is never called itself, so its hooks would never run
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)
@@ -306,7 +310,14 @@ class ParameterSource(Source):
             self._open = None
             self._steps.discard(ends=False)
         if self._open is None:
-            # checked here as well, because a loop may call parts of the model, which have no hook
+            # compiled autograd runs no callback that another one queues (``call_after_backward``)
+            compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+            if getattr(compiled, "in_compiled_autograd_region", False):
+                raise self._broken(
+                    "gradients came in compiled autograd, whose backward pass does not tell its end; "
+                    "turn it off (torch._dynamo.config.compiled_autograd), or give exchange='updates'"
+                )
+            # checked again: a loop may call parts of the model, which have no hook
             if (model := self._model()) is not None and not self._scheduled:
                 self._check_parameters(model)
             if not self._steps.begin():

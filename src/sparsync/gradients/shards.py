@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sparsync.errors import ConfigurationError, require
-from sparsync.units import Piece
+from sparsync.units import Piece, check_values
 
 __all__ = [
     "AVERAGES_ON_CPU",
@@ -72,12 +72,7 @@ def shards_of(model: nn.Module, replicas: Collection[int]) -> list[Shard]:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        # a parameter on the meta device has no values to exchange yet
-        if parameter.device.type == "meta":
-            raise ConfigurationError(
-                f"the parameter '{name}' is on the meta device; materialise the model "
-                "(to_empty, then its weights) before attach"
-            )
+        check_values([(name, parameter)])
         found.append(_shard(name, parameter, replicas))
     if not found:
         raise ConfigurationError(

@@ -16,7 +16,7 @@ from sparsync.averaging.binding import averaged_buffers, floating, saved_buffers
 from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.changes import Changes
 from sparsync.gradients.hierarchy import Node
-from sparsync.units import is_finite, local_of, writable
+from sparsync.units import check_values, is_finite, local_of, writable
 from sparsync.updates.fragments import Weights
 from sparsync.updates.gradient_noise import GradientNoise
 from sparsync.updates.outer_engine import OuterEngine
@@ -45,18 +45,7 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
             raise ConfigurationError(
                 f"'{name}' is {parameter.dtype}; make a parameter of its torch.view_as_real"
             )
-        if parameter.device.type == "meta" or isinstance(parameter, nn.UninitializedParameter):
-            raise ConfigurationError(
-                f"'{name}' has no values yet; materialise the model (load it, or a first forward pass) "
-                "before attach"
-            )
-        places.setdefault(parameter.device, name)
-    told = ", ".join(f"'{name}' on {device}" for device, name in places.items())
-    require(
-        len(places) < 2,
-        f"parameters are on several devices ({told}), but updates are exchanged as one vector; move the "
-        "model to one device per rank, or choose exchange='gradients'",
-    )
+    check_values(trained.items())
     return trained
 
 

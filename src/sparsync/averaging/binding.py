@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from sparsync.errors import NonFiniteGradientError, require
+from sparsync.fields import Values
 from sparsync.kernels import divide_
 from sparsync.transports.agree import agree, digest, divergences
 from sparsync.transports.communicator import Communicator, bytes_of

@@ -527,11 +527,16 @@ def _exchange(sync: Saveable) -> AbstractContextManager[None]:
 
 def _greatest(sync: Saveable, number: int) -> int:
     """Return the greatest of all ranks' numbers."""
-    for comm in _communicators(sync):
-        number = int(
-            run(comm.allreduce(torch.tensor([number], device="cpu"), "checkpoint", op="max"))
-        )
-    return number
+    return _all_greatest(sync, [number])[0]
+
+
+def _all_greatest(sync: Saveable, numbers: Sequence[int]) -> list[int]:
+    """Return the greatest of all ranks' numbers at each place."""
+    most = torch.tensor(numbers, device="cpu")
+    with _exchange(sync):
+        for comm in _communicators(sync):
+            most = run(comm.allreduce(most, "checkpoint", op="max"))
+    return most.tolist()
 
 
 def _same_steps(sync: Saveable) -> int:

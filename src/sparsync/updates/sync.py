@@ -159,8 +159,9 @@ class AllRanks(UpdateRanks):
             run(self._outer.deliver())
             # these were not exchanged, and DDP's broadcast before every forward pass is off
             others = self._weights.others()
-            for ranks in [comm] if node is None else [node.consensus.parts, comm]:
-                run(equalise_(ranks, others))
+            with self._outer.reducer.exchanging():
+                for ranks in [comm] if node is None else [node.consensus.parts, comm]:
+                    run(equalise_(ranks, others))
 
 
 @final
@@ -627,14 +628,15 @@ class UpdateSync(Handle):
         # The first allreduce, of one element, gives the latency; the difference gives the seconds per
         # element. Each time is the least of three, because other load on the machine only adds time.
         best = []
-        for count in (1, min(size, _PROBE)):
-            spent = []
-            for _ in range(3):
-                run(channel.barrier())
-                began = time.perf_counter()
-                run(channel.allreduce(torch.zeros(count, device="cpu"), "probe"))
-                spent.append(time.perf_counter() - began)
-            best.append(min(spent))
+        with self.reducer.exchanging():
+            for count in (1, min(size, _PROBE)):
+                spent = []
+                for _ in range(3):
+                    run(channel.barrier())
+                    began = time.perf_counter()
+                    run(channel.allreduce(torch.zeros(count, device="cpu"), "probe"))
+                    spent.append(time.perf_counter() - began)
+                best.append(min(spent))
         return best[0] + max(best[1] - best[0], 0.0) * size / min(size, _PROBE)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -45,7 +45,14 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
             raise ConfigurationError(
                 f"'{name}' is {parameter.dtype}; make a parameter of its torch.view_as_real"
             )
+        places.setdefault(parameter.device, name)
     check_values(trained.items())
+    told = ", ".join(f"'{name}' on {device}" for device, name in places.items())
+    require(
+        len(places) < 2,
+        f"parameters are on several devices ({told}), but updates are exchanged as one vector; move the "
+        "model to one device per rank, or choose exchange='gradients'",
+    )
     return trained
 
 

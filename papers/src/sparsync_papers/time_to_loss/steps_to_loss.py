@@ -52,16 +52,16 @@ COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
         "period under momentum": 0.2236,
         "delay": -0.0666,
         "selection": -0.0384,
-        "ranks": 0.3214,
+        "ranks": 0.3213,
         "ranks of updates": 0.0590,
-        "length": -0.1446,
+        "length": -0.1442,
         "local": 0.0688,
-        "outer momentum": 0.9066,
-        "sparse gradients into moments": 0.8519,
+        "outer momentum": 0.9067,
+        "sparse gradients into moments": 0.8520,
         "low-rank into moments": 0.5150,
     }
 )
-LIKELY: Final = 1.32  # likely error of the ratio, as a factor in either direction
+LIKELY: Final = 1.32  # factor, either way
 # end
 
 

@@ -209,5 +209,5 @@ def test_what_does_not_fit_is_refused_on_all_ranks(folder):
     with sync:
         dcp.save({"sync": DistributedState(sync)}, checkpoint_id=folder / "updates")
     net, optimizer, sync = attached("ddp", "gradients")
-    with sync, refused("the saved state['kind'] is 'updates', expected 'gradients'; load it into"):
+    with sync, refused("the saved state['kind'] is 'updates', expected 'gradients'; it belongs in"):
         DistributedState(sync).read(folder / "updates")

@@ -145,7 +145,7 @@ def test_the_memory_of_a_rank_needs_no_network(command):
     # one float per parameter on the device and one on the host; with offload, both on the host
     assert found["updates"]["host"] == 28 * 10**9 < found["updates"]["device"] < 34 * 10**9
     offloaded = found["updates, offload=True"]
-    assert offloaded["device"] < 0.15 * 28 * 10**9 and offloaded["host"] == 56 * 10**9
+    assert offloaded["device"] < 0.2 * 28 * 10**9 and offloaded["host"] == 56 * 10**9
     # pinned memory comes in powers of two
     assert (found["updates"]["pinned"], offloaded["pinned"]) == (2**35, 2**36)
 

@@ -62,12 +62,12 @@ def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
         >>> for one in footprints(10**9, 10**7, "adamw")[:2]:
         ...     print(one.name, one.device / 1e9, one.host / 1e9, one.pinned / 1e9)
         training itself 20.0 0.0 0.0
-        updates 4.265625 4.0 4.294967296
+        updates 4.76171875 4.0 4.294967296
     """
     known = get_args(Optimizer)
     require(optimizer in known, f"optimizer is {optimizer!r}; choose one of {', '.join(known)}")
     vector = WORD_BYTES * size
-    messages, pinned = int(size * _BITS / 8 * 2), 1 << (vector - 1).bit_length()
+    messages, pinned = int(size * _BITS / 8 * _MESSAGES), 1 << (vector - 1).bit_length()
     training = Footprint("training itself", (_REPLICA + _STATES[optimizer]) * vector, 0)
     if optimizer.startswith("sgd"):
         return [training, Footprint("gradients", vector + _ENTRY * k, 0)]

@@ -190,11 +190,11 @@ class ParameterSource(Source):
         """Check the model on every forward pass, and count gradients, until the handle is closed."""
         model = self._model()
         assert model is not None
-        # a weak reference, because a parameter must not keep this source alive, which keeps the
-        # parameter
+        # weakly, because a parameter must not keep this source alive, which keeps the parameter
+        weak = weakly(self.on_gradient)
         # compiled autograd would trace the hook, which exchanges messages
         disable: Any = torch.compiler.disable
-        hook = Hook(disable(weakly(self.on_gradient).__call__))
+        hook = Hook(disable(weak.__call__), lambda: weak.owner)
         handles = [p.register_post_accumulate_grad_hook(hook) for p in self._place]  # type: ignore[no-untyped-call]
         # a ModuleList or ModuleDict is never called itself, so its hooks would never run
         several = isinstance(model, nn.ModuleList | nn.ModuleDict)

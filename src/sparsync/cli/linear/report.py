@@ -100,7 +100,7 @@ def tables(results: Sequence[LinearResult]) -> Group:
             "faster updates": format_ratio(result.speedup_updates) if scd else "-",
             "speed-up": format_ratio(result.speedup),
             "time per epoch": format_seconds(fmean(result.seconds)),
-            "of it exchange": format_seconds(fmean(result.seconds_communication)),
+            "of which exchange": format_seconds(fmean(result.seconds_communication)),
             "sent per epoch": format_bytes(fmean(result.bytes_sent)),
             "loss": f"{result.objective[-1]:.4f}",
             "accuracy": _percent(result.accuracy[-1]),

@@ -158,7 +158,7 @@ def iallreduce(
     op: str | Reduction | None = None,
     **options: Any,
 ) -> Future[Reduced]:
-    """Start an ``allreduce`` in the background and return its future at once.
+    """Start an ``allreduce`` in the background and return its future immediately.
 
     Several calls may be in flight; all ranks must start them in the same order.  The vector must
     not change until the future is done.  A call cannot be cancelled, because the other ranks take part

@@ -159,10 +159,10 @@ def whole_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def await_whole(path: Path, seconds: float) -> None:
-    """Wait until this rank sees all files of a checkpoint, which a shared folder may show late.
+    """Wait until this rank sees every file of a checkpoint; in a shared folder, files may appear late.
 
     Raises:
-        CheckpointError: this rank does not see all files in time, so the ranks must have different
+        CheckpointError: some files have not appeared in time, probably because the ranks use different
             folders.
     """
     deadline = time.monotonic() + seconds

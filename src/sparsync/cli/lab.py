@@ -154,9 +154,9 @@ class Lab:
     def segment_bytes(self) -> int:
         """The largest packet handed to the link (GSO): a quarter of the bucket.
 
-        A packet of 64 KB would empty the bucket at once and delay the acknowledgements behind it.  With
-        such packets in both directions, each direction reached 61 to 81 % of 1 Gbit/s, but 99 % with
-        packets of 16 KB (burst 64 KB).  The forwarder gets packets that cross the link in half a
+        A packet of 64 KB would empty the bucket and delay the acknowledgements behind it.  With such
+        packets in both directions, each direction reached 61 to 81 % of 1 Gbit/s; with packets of 16 KB
+        (burst 64 KB), it reached 99 %.  The forwarder gets packets that cross the link in half a
         millisecond.  ``netem`` gets single frames, because it drops a packet with all of its frames.
         """
         if self.carrier == "netem":
@@ -477,12 +477,13 @@ def ensure_privileges() -> None:
     """Do nothing if this process may make a lab; otherwise restart it inside a user namespace.
 
     Root may make a lab.  Any other user becomes root of a new user namespace, if the kernel allows it.
-    Only a single-threaded process can enter one.  So ``unshare`` executes the same command line again, in
-    the same process and with the same open files.  Call this function first, because everything before
-    it is repeated.
+    Only a single-threaded process can enter a user namespace, so this process is replaced (``exec``) by
+    ``unshare``, which runs the same command line from the start, with the same open files.  Call this
+    function first, because everything before it is repeated.
 
     Raises:
-        ConfigurationError: the kernel allows neither, or iproute2 is missing.
+        ConfigurationError: this process may make neither a lab nor a user namespace, or iproute2 is
+            missing.
     """
     _require_linux()
     ip = _find_tool("ip")

@@ -271,9 +271,9 @@ def check_memory(what: str, nbytes: float, advice: str) -> None:
     """Refuse a run that needs more memory than this machine has.
 
     Args:
-        what: the things that need the memory, in the plural, for the message.
+        what: what needs the memory, as a plural noun for the message.
         nbytes: minimum number of bytes, over all local ranks.
-        advice: the options that reduce it.
+        advice: how to need less: the options to change.
     """
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

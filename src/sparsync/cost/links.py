@@ -1,4 +1,4 @@
-"""Times messages over a group's links as collectives use them: all at once, in both directions.
+"""Times messages over a group's links as collectives use them: all together, in both directions.
 
 In a round, every rank r sends to rank r + ``shift`` and receives from rank r - ``shift``.  Rounds with
 the same shift follow each other without a barrier, like the phases of a collective.

@@ -205,13 +205,13 @@ def plan(
         candidates: algorithms; if times are equal, the first one wins.
         density: k / n; default 0.01 if neither k nor a budget is given.
         k: entries per rank, instead of a density.
-        budget_bytes: the most that a rank may send or receive per step; collectives that need more do
-            not compete.  If neither density nor k is given, k follows from the budget.  It is the largest
-            number of entries that fits with all candidates, ignoring candidates that fit fewer than 90 %
-            as many entries as the best one.
+        budget_bytes: the most that a rank may send or receive per step; collectives that need more are
+            excluded.  If neither density nor k is given, k is derived from the budget.  Every candidate
+            that selects entries can send a certain number of them within the budget.  k is the smallest
+            of these numbers, leaving out those below 90 % of the largest.
         compute: seconds of a forward and backward pass; with None, there is no overlap.
-        unit_bytes: bytes of gradients per exchange, except for dense; with None, all are exchanged at
-            once.
+        unit_bytes: bytes of gradients per exchange, except for dense; with None, all are exchanged
+            together.
 
     Raises:
         ConfigurationError: a number or name is invalid, or no collective fits the budget.

@@ -1,4 +1,7 @@
-"""Elastic training continues while ranks join and leave; see ``docs/elastic.md``.  It uses torchft."""
+"""Elastic training, built on torchft: ranks may join and leave while training continues.
+
+See ``docs/elastic.md``.
+"""
 
 from sparsync.elastic.group import ElasticGroup, make_manager
 

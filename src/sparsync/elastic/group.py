@@ -305,7 +305,7 @@ def _host(endpoint: str) -> str:
 
 
 def group_of(manager: Any) -> ElasticGroup:
-    """Return the group of a manager, or refuse it."""
+    """Return the manager's ``ElasticGroup``; refuse a manager that has none."""
     group = getattr(manager, "_pg", None)
     if not isinstance(group, ElasticGroup) or not hasattr(manager, "start_quorum"):
         raise ConfigurationError(

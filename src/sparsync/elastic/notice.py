@@ -14,8 +14,8 @@ from sparsync.console import say
 
 __all__ = ["Notice"]
 
-# seconds that a rank may take to leave before it ends anyway: Slurm and Kubernetes kill 30 s after
-# SIGTERM
+# seconds that a rank may take to leave before SIGTERM is passed on regardless; well below the 30 s after
+# which Slurm and Kubernetes send SIGKILL
 _LEAVES: Final = 8.0
 _NATIVE: Final = 1.5  # further seconds for the main thread to return to Python, where handlers run
 

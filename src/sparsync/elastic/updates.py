@@ -234,7 +234,7 @@ class PresentUpdateRanks(UpdateRanks):
         self._engine.submit(attendance.join).result()
         if not attendance.members.behind:
             return
-        # the others' exchange waits for all members of the quorum, so this rank joins it at once, not
+        # the others' exchange waits for all members of the quorum, so this rank joins it now, not
         # after its own first local step
         steps, phase = divmod(attendance.members.clock, _PHASES)
         self.outer.go_on_from(steps)

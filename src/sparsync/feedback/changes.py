@@ -151,7 +151,7 @@ def begin_together(
     """
     # In a first round, replicas of this part compare weights.  In a second round, all parts of this
     # replica take the worst outcome.  An error of the first round must wait until the second: a part that
-    # raised at once would leave the others waiting.
+    # raised immediately would leave the others waiting.
     failure: PeerError | None = None
     what = f"the weights that were loaded after {since}"
     try:

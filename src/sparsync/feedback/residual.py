@@ -211,7 +211,7 @@ class Residual:
         self._close()
 
     def scale_(self, factor: float) -> None:
-        """Multiply the residual, between steps, when the scale of gradients changes."""
+        """Between steps, multiply the residual by ``factor``, the change of the gradients' scale."""
         if not self.empty:
             self.accumulated.mul_(factor)
 
@@ -234,7 +234,7 @@ class Residual:
         self._found, self._count = [], 0
 
     def _join(self) -> None:
-        """Concatenate the collected entries of all pieces; free the memory of each piece at once."""
+        """Concatenate the collected entries of all pieces; free each piece's memory immediately."""
         # pieces are in the order of the backward pass, so they are sorted: selectors need ascending
         # indices
         waiting, at = sorted(self._found or [], key=lambda part: -part[0]), 0

@@ -36,7 +36,7 @@ _FOLLOWER: Final = "_sparsync"  # attribute of a strategy: the callback that rep
 
 
 class SparsyncCallback(Callback):
-    """Attaches sparsync when training starts, saves with every checkpoint, resumes with the Trainer.
+    """Attaches sparsync when training starts, saves its state with checkpoints, and resumes from them.
 
     Args:
         options: arguments of ``sparsync.attach``.  By default, ``optimizer`` is a list of the module's
@@ -49,11 +49,11 @@ class SparsyncCallback(Callback):
         ConfigurationError, PeerError: raised by ``trainer.fit``; see ``sparsync.attach``.
 
     A module with several optimizers uses manual optimization, and needs
-    ``strategy="ddp_find_unused_parameters_true"``.  When gradients are exchanged, each
-    ``manual_backward`` is a step, which delivers residuals to the parameters of all optimizers.
-    Therefore set gradients to zero after ``step()``, and not before ``manual_backward``.  When updates
-    are exchanged, the last optimizer's steps count, and the Trainer validates the weights that all ranks
-    share.
+    ``strategy="ddp_find_unused_parameters_true"``.  If gradients are exchanged, every
+    ``manual_backward`` is a step, and also delivers residuals to the parameters of the other optimizers.
+    So call ``zero_grad`` after an optimizer's ``step()``; before ``manual_backward``, it would erase
+    what was delivered.  If updates are exchanged, only the last optimizer's steps count as local steps,
+    and the Trainer validates the weights that all ranks share.
 
     Lightning does not pass a checkpoint's path to callbacks, and lets only rank 0 write checkpoints.
     Until ``close()``, the callback therefore replaces the strategy's ``save_checkpoint`` and

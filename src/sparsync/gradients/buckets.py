@@ -113,7 +113,7 @@ class Bucket:
         small = torch.cat(self._logical(places.joined)) if places.joined else self.dense
         if len(places.joined) == len(self._pieces):
             # No large parameter has to stay in place, so the bucket itself takes the runs, and the copy
-            # is freed at once. ``write`` later restores DDP's order.
+            # is freed immediately. ``write`` later restores DDP's order.
             small = self.dense.view(-1).copy_(small)
         for run in places.runs:
             if len(run.members) == 1:

@@ -304,9 +304,9 @@ class ParameterSource(Source):
         # A backward pass is recognised by autograd's number for it, which only torch._C exposes.
         task = -1 if self._scheduled else torch._C._current_graph_task_id()
         if self._open is not None and self._open.task != task:
-            # The backward pass of the open step has failed, or encloses this one (checkpointing).  The
-            # step is not ended, because an elastic rank might then leave before this pass opens its own
-            # step.
+            # The backward pass of the open step either failed or encloses this one (checkpointing).
+            # Discard the step without ending it: otherwise, an elastic rank might leave before this pass
+            # opens its own step.
             self._open = None
             self._steps.discard(ends=False)
         if self._open is None:

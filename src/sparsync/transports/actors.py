@@ -57,17 +57,17 @@ class Host(ABC):
 
     @abstractmethod
     def send(self, dest: int, payload: Tensor) -> None:
-        """Send a message from the actor and return at once; the payload must never change again."""
+        """Send a message from the actor and return immediately; the payload must never change again."""
 
     @abstractmethod
     def call(self, function: Callable[[], None]) -> None:
-        """Run ``function`` soon, between two calls of the actor; return at once."""
+        """Run ``function`` soon, between two calls of the actor; return immediately."""
 
     @abstractmethod
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
         """Run ``function(reply)`` as ``call`` does; the operation's result is the value of the reply.
 
-        ``reply`` may be called at once or later; ``where`` names the wait in errors.
+        ``reply`` may be called immediately or later; ``where`` names the wait in errors.
         """
 
     @abstractmethod

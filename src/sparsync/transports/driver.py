@@ -78,7 +78,7 @@ class Finished(Operation):
         self.done, self.result = True, result
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 @final
@@ -247,7 +247,7 @@ class Engine:
     the same on all ranks.  A callable runs once everything submitted before it has ended.  No job may
     wait inside a callback of another job's future, because that deadlocks gloo.
 
-    An engine ends at once when it is dropped or the process exits, because nothing can use its results
+    An engine ends as soon as it is dropped or the process exits, because nothing can use its results
     any more.  Its thread must end before the interpreter does.  Otherwise the interpreter would stop it
     inside native code: gloo would call ``std::terminate``, and libzmq would abort when its sockets are
     closed.
@@ -313,7 +313,7 @@ class Engine:
         """Finish the queued jobs, then end the thread.
 
         After ``patience`` seconds, ``end`` breaks off the remaining jobs.  If a job calls this on the
-        engine's own thread, the call returns at once, and the thread ends after the queued jobs.
+        engine's own thread, the call returns immediately, and the thread ends after the queued jobs.
         """
         self._jobs.put(None)
         # a thread cannot join itself: the garbage collector may finalize the owner during a job

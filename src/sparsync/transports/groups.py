@@ -92,11 +92,11 @@ class SoloHost(Host):
         raise AssertionError("a world of one sends nothing")
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call the function at once."""
+        """Call the function immediately."""
         function()
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Call the function at once; the actor must reply before the call returns."""
+        """Call the function immediately; the actor must reply before the call returns."""
         answers: list[Any] = []
         function(answers.append)
         # an actor may reply later, when a message arrives or time passes; here neither happens, so the

@@ -222,8 +222,8 @@ class GradientNoise:
             # steps, so the noise of a single batch would seem to last.
             common, known = (sums * self._common).sum(1), (of_ranks > 0) & ~self._by_steps
             found = torch.stack([common, products - common, of_ranks - of_average])
-            # differences are taken relative to each parameter's squares, which gives all parameters
-            # the same weight, as in Adam's steps
+            # divide the sums by each parameter's squares, so that all parameters count equally, as they
+            # do in Adam's steps
             found = (found / of_ranks.clamp(min=1e-300))[:, known].sum(1)
             self._lasting[:3].mul_(_FORGETS).add_(found)
             self._lasting[3:].mul_(_FORGETS**2).add_(found[1].square())  # as the variance of a sum
@@ -436,8 +436,8 @@ def correct(
     Several steps are lengthened together, just before they are exchanged, as if each had been equal to
     the last one.  Most of the length that is added is a rank's own noise.  Without it, ranks' weights lie
     up to sqrt(P) times closer together until the exchange, and so do the points at which they take their
-    gradients.  (With every step lengthened at once, 16 ranks lost 2.7 % where they now lose 1.3; design
-    notes.)
+    gradients.  (When every step was lengthened immediately, 16 ranks lost 2.7 %; now they lose 1.3 %.
+    See the design notes.)
 
     A step that the optimizer was told to skip is not corrected.  For each parameter, only the steps since
     its count in ``counts`` are corrected, because a subclass may step on some of its calls only.  The

@@ -281,7 +281,7 @@ class OuterAverager(Averager):
         self.steps = int(content["steps"])
         memory = {name: vector.clone() for name, vector in content["memory"].items()}
         self._loaded = None if content["reducer"] is None else {**content, "memory": memory}
-        # An existing engine adopts the state at once, because ``stats`` reports its numbers.  All ranks
+        # An existing engine adopts the state now, because ``stats`` reports its numbers.  All ranks
         # create a new engine in the next step.
         if self._engine is not None and self._loaded is not None:
             self._engine.restore(self._loaded, None)

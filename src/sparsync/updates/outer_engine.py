@@ -433,7 +433,7 @@ class OuterEngine(Stateful):
         """Refuse to finish if local step counts differ; return whether all weights are finite.
 
         Every channel carries the question, because another rank may be waiting in an exchange on any of
-        them; that rank then gets its error at once.
+        them, and that rank then gets its error immediately.
         """
         self._note(step)
         reducer = self.reducer

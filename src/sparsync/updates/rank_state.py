@@ -51,8 +51,8 @@ SCALER_KIND: Final = Either(
         ),
     )
 )
-# Group settings that need rules of their own: switches, which may be None or a bool; rates, which are
-# never negative; and numbers that torch's schedulers add.
+# Settings of parameter groups that need special rules: switches, which may be None or a bool; rates,
+# which are never negative; and numbers that torch's schedulers add.
 _SWITCHES: Final = ("foreach", "fused", "capturable", "differentiable", "maximize")
 _RATES: Final = ("lr", "eps", "weight_decay")
 _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")

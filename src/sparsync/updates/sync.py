@@ -332,7 +332,7 @@ class UpdateSync(Handle):
         may do passes alone, e.g. to find its batch size.
         """
         if not self._ranks.asked:
-            self._check_start()  # at once, because a rank with other weights must not join
+            self._check_start()  # ask now, because a rank with other weights must not join
         elif self._begins and (self._noted is None or self._changes.replaced()):
             self._noted = (self._loaded_start(),)
             self._changes.remember()
@@ -381,9 +381,9 @@ class UpdateSync(Handle):
         if skipped:
             self._skipped.update(p for group in optimizer.param_groups for p in group["params"])
         elif (noise := self._weights.noise) is not None:
-            # Adam counts the steps of each parameter, so several can be corrected together, just before
-            # the exchange.  Other optimizers do not count them, so each of their steps is lengthened at
-            # once.
+            # Adam counts the steps of each parameter, so several steps can be lengthened together, just
+            # before the exchange.  Other optimizers keep no such count, so each of their steps is
+            # lengthened immediately.
             shares, ranks = noise.shares, self._weights.ranks
             lengthen(optimizer, noise.steps, shares, ranks)
             short = self._short.get(optimizer, 0) + 1
@@ -664,8 +664,8 @@ class UpdateSync(Handle):
             return self._noted[0]
         own, shared = self.outer.read(self._weights), self.outer.memory["shared"]
         end = self.outer.layout.end
-        # Buffers, which lie beyond the end, stay the shared ones: this rank's may have seen a batch, and
-        # buffers are averaged anyway.
+        # Buffers (from ``end`` on) are taken from the shared weights: a batch may already have changed
+        # this rank's own, and buffers are averaged anyway.
         return torch.cat([own[:end], shared[end:]]) if self._loaded(own) else None
 
     @outside_inference

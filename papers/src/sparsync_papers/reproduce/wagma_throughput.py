@@ -251,10 +251,10 @@ def _steps(scheme: Scheme, setting: Setting, ranks: int, *, quick: bool) -> int:
 
 
 def estimated_seconds(scheme: Scheme, setting: Setting, ranks: int, settings: Settings) -> float:
-    """Return the seconds of a step, by simulation if possible.
+    """Return the duration of a step in seconds, simulated unless a cheaper estimate suffices.
 
-    If all ranks wait for each other on every step, a cheaper estimate suffices: the mean over steps
-    of the longest computation, plus one simulated exchange.
+    It suffices if all ranks wait for each other on every step: the estimate is the longest computation,
+    averaged over steps, plus one simulated exchange.
     """
     steps, seed = _steps(scheme, setting, ranks, quick=settings.quick), settings.seed
     if not scheme.all_wait:

@@ -88,7 +88,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A number of steps relative to dense; 8 of 10 held-out measurements lie in ``low`` to ``high``.
+    """A number of steps relative to dense; 8 in 10 held-out runs lie between ``low`` and ``high``.
 
     Example:
         >>> Ratio(1.1, 0.8, 1.4).reached, Ratio(4.0, 3.0, 5.0).reached

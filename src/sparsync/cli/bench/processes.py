@@ -108,9 +108,9 @@ class Team:
     def _collect(self, mine: Evidence) -> Iterator[Evidence]:
         """Yield every rank's evidence on rank 0, in rank order; all ranks call this to send theirs.
 
-        Evidence passes through the group's store, which is not on the links of a lab.  With n = 14.7 M
-        and P = 8, the residuals and accumulated gradients alone are 0.8 GB, which would keep a link of
-        1 Gbit/s busy for 7 s.
+        Evidence travels through the group's store, which bypasses the lab's links: with n = 14.7 M and
+        P = 8, the residuals and accumulated gradients alone are 0.8 GB, which would keep a 1 Gbit/s link
+        busy for 7 s.
         """
         store = store_of(self.group)
         if self.rank:

@@ -23,8 +23,9 @@ _FULL: Final = 0.5
 _SPARE: Final = 4
 _MIB: Final = 1 << 20
 _SHRINKING: Final = ("reno", "cubic")
-# The bytes sent at once if windows are kept through a pause, and the seconds of data that a link's
-# queue holds.  Bytes that do not fit into the queue are lost, which costs more than a slow start.
+# The bytes that TCP sends in one burst if windows are kept through a pause, and the length of a link's
+# queue, in seconds.  Bytes that do not fit into the queue are lost, and that costs more than a slow
+# start.
 _BURST, _QUEUE = 1_000_000, 0.1
 _TIMEOUT: Final = 0.2  # after a pause of this many seconds and a round trip, TCP forgets the rate
 

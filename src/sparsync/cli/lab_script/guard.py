@@ -4,7 +4,7 @@
 as it is open, no other namespace gets the same inode number.  Processes are found by their namespace,
 because a script may start processes in new sessions, as torchrun does.
 
-The program imports nothing from sparsync, so that it starts at once.
+The program imports nothing from sparsync, so that it starts immediately.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Gradients of virtual ranks: recorded, dense, or sparse in less memory than n elements need."""
+"""Gradients for virtual ranks: recorded, generated dense, or generated sparse.
+
+The generated sparse ones never allocate all n elements.
+"""
 
 from __future__ import annotations
 

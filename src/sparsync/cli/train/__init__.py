@@ -1,1 +1,1 @@
-"""``sparsync train``: one training per algorithm, on the same data from the same initial weights."""
+"""``sparsync train``: one training run per algorithm, all from the same weights and on the same data."""

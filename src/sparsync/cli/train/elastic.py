@@ -132,7 +132,7 @@ def check_kill(text: str) -> float:
 
 
 def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> ElasticResult:
-    """Train without faults, then with them; both at once if ranks mostly wait (``--delay``).
+    """Train without faults and then with them, or both in parallel if ranks mostly wait (``--delay``).
 
     Raises:
         PeerError: no rank reported for two minutes, a rank failed or died, or a rank was missing in a
@@ -501,7 +501,7 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
         except Exception as error:  # a silent rank with a heartbeat would keep the others waiting
             traceback.print_exc()
             pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
-    os._exit(0)  # exit at once, because torchft's servers would keep the process alive
+    os._exit(0)  # exit without cleaning up, because torchft's servers would keep the process alive
 
 
 def _hush() -> None:

@@ -1,7 +1,8 @@
-"""Results of trainings: their fields, which are the keys of the JSON, and the time to a loss.
+"""Results of training runs: their fields, which are also the JSON keys, and the time to a target loss.
 
-Losses are averaged over the last few steps, never over later ones, which are unknown during the run.
-All runs see the same data in the same order, so their noise is similar.
+To decide whether a run has reached the target, its loss at a step is averaged with those of the steps
+before it, never with later ones, which are unknown during the run.  All runs see the same data in the
+same order, so their noise is similar.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class TrainResult:
     # for each step, the seconds between the time when the last rank finished the previous step and the
     # time when the last rank finished this one
     seconds: list[float]
-    # seconds of forward, backward and optimizer without an exchange, on all ranks at once; measured
+    # seconds of forward, backward and optimizer without an exchange, on all ranks in parallel; measured
     # before the run
     seconds_computation_median: float
     # the median step minus ``seconds_computation_median``, i.e. the part of the exchange that is not

@@ -42,8 +42,8 @@ __all__ = [
 ]
 
 REFINING_BINS = 64  # per bracket that is divided again: three rounds distinguish 2^18 magnitudes
-# The allgatherv uses a ring if dissemination makes the busiest rank send more than this multiple of
-# the even share.
+# The allgatherv uses a ring if dissemination would make the busiest rank send more than this multiple of
+# an even share.
 _TOLERANCE = 1.25
 
 
@@ -282,7 +282,8 @@ async def split_reduce(
 
     Sums are left folds in the order of the turns, starting with this rank's share: with rotation, rank r
     adds the shares of r - 1, r - 2, ..., whatever arrives first.  A bucket of turns is reduced while the
-    next one is in flight (section 3.1.1); if that has already arrived, both are reduced at once.
+    next one is in flight (section 3.1.1).  If the next one has already arrived, both are reduced
+    together.
 
     Args:
         comm: the group.

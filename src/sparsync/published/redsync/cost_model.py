@@ -169,12 +169,12 @@ def size_thresholds(
     selection: SelectionTimes = SelectionTimes(),
     words_per_entry: int = PLAIN,
 ) -> SizeThresholds:
-    """Return the size thresholds for a network, which are constants in Algorithms 4 and 5.
+    """Return the size thresholds that suit a network; in Algorithms 4 and 5, they are constants.
 
     Each selector is used above the size at which it beats the others, once the cost of its longer or
-    shorter messages is included.  Compression is used above the size at which Equation 1, with that
-    selector, falls below Equation 2.  On a slow network, the search is never used, because it sends
-    up to twice as many entries as trimmed top-k (section 5.4).
+    shorter messages is included.  Compression is used above the size at which Equation 1, with the
+    selector for that size, falls below Equation 2.  The search sends up to twice as many entries as
+    trimmed top-k (section 5.4), so on a slow network, it is never used.
 
     The arguments have the same meaning as in the equations; use alpha = 0 if layers are fused into
     shared messages.  ``resolve("redsync", **size_thresholds(...)._asdict())`` is the preset with these

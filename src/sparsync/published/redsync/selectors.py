@@ -70,8 +70,8 @@ class Trimmed(Selector):
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
         mean, peak = mean_and_max(accumulated)
-        # The paper's walk counts once per threshold that it tries.  One pass over n elements costs about
-        # the same for all thresholds as for one, so count all at once and let the walk use the counts.
+        # The paper's walk counts once per threshold that it tries.  A pass over n elements costs about
+        # as much for one threshold as for all, so count for all in one pass; the walk uses the counts.
         ratios = [max(1 - i * self.eps, 0.0) for i in range(math.ceil(1 / self.eps), 0, -1)]
         keys = [_key_at(ratio, mean, peak, accumulated.dtype) for ratio in ratios]
         counts = kernels.count_from(accumulated, torch.tensor(keys, device=accumulated.device))

@@ -340,9 +340,9 @@ class Network(Generic[T]):
         port = self.sending[out]
         leave = max(self.now, port.free) if self._queued else self.now
         port.occupy(leave, seconds, message.phase, message.weight.nbytes)
-        # Cut-through: alpha after the first byte has left, the receiving port starts to take bytes in,
-        # while the sending port is still sending.  On idle ports, a message thus takes alpha + beta L,
-        # not alpha + 2 beta L.
+        # Cut-through: the receiving port starts to receive alpha seconds after the first byte has left,
+        # while the sending port is still sending.  If both ports are idle, a message of L bytes thus
+        # takes alpha + beta L, not alpha + 2 beta L.
         self._at(leave + alpha, self._arrive, message)
 
     def _arrive(self, message: Message) -> None:

@@ -182,12 +182,12 @@ class _SimHost(Host):
         self._network.send(self.rank, dest, payload, "average", self._tag)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call at once, because a simulation has a single thread."""
+        """Call the function immediately, because a simulation has a single thread."""
         function()
         self._plan()
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Call at once; the wait is an operation of the event queue."""
+        """Call the function immediately; the wait is an operation of the event queue."""
         operation = SimOperation(where())
         self.call(lambda: function(lambda value: self._network.complete(operation, value)))
         return operation

@@ -62,7 +62,7 @@ class ZmqHost(Host):
     def call(self, function: Callable[[], None]) -> None:
         """Queue a function, and wake the thread."""
         self._calls.append(function)
-        # Queue the call first, because the thread may wake up at once.  If the pipe is full, enough
+        # Queue the call first, because the thread may wake up immediately.  If the pipe is full, enough
         # wake-ups are in flight; if it is closed, there is no thread left to wake.
         with self._lock, suppress(zmq.ZMQError):
             self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)

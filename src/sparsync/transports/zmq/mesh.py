@@ -50,11 +50,11 @@ LINGER_ABORTED: Final = 4.5
 LEAST_LINGER: Final = 1.0  # minimum that both limits guarantee
 TICK: Final = 0.05  # seconds between checks of connections during a wait
 BUSY: Final = 10  # ticks between checks of connections while messages arrive
-# Seconds between losing the link to a rank that has not sent anything yet and giving up on the rank,
-# whose first message may still be in flight.
+# Seconds to wait before giving up on a rank whose link was lost before it sent anything: its first
+# message may still be in flight.
 GRACE: Final = 0.5
-# The same for a rank that has sent messages but was never reached: it may have sent everything and
-# closed at once, so its last messages may still be in flight.
+# The same for a rank that has sent messages but was never reached: it may have sent everything and then
+# closed immediately, so its last messages may still be in flight.
 LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = (

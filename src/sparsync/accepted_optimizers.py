@@ -147,7 +147,7 @@ def check_stepped(given: Any) -> None:
 
 
 def check_steps_some(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Refuse optimizers that step no parameter of the model, e.g. because they were made from a copy.
+    """Refuse optimizers that step no parameter of the model; they may have been made from a copy of it.
 
     Raises:
         ConfigurationError: none of the optimizers steps any of the parameters that train.

@@ -138,7 +138,7 @@ def allreduce(
             values of this dtype.
         PeerError: ranks disagree on size, dtype, operation, algorithm, its options or k; or a peer died.
 
-    Cost: that of the algorithm, plus one small allgather in which ranks compare the call.
+    Cost: the cost of the algorithm, plus one small allgather in which ranks compare the call.
 
     Example:
         >>> import torch

@@ -37,7 +37,7 @@ class Choice:
     """The chosen exchange, the same on all ranks."""
 
     exchange: Literal["gradients", "updates"]
-    why: str  # the seconds of both exchanges, and a note about what they leave out
+    why: str  # how many seconds each exchange takes, and what these numbers leave out
 
 
 def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -> Choice:

@@ -32,9 +32,9 @@ __all__ = ["CommHook", "Handle", "Hook", "Presence", "call_after_backward", "mak
 
 
 class Presence:
-    """The presence of a rank that takes part in all steps of a training.
+    """The membership of a rank that takes part in every step of a training run.
 
-    With ``elastic=``, ``Membership`` takes its place, with which ranks join and leave.
+    With ``elastic=``, ranks may join and leave, and a ``Membership`` is used instead.
     """
 
     @property
@@ -320,7 +320,7 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
         Whether a backward pass is running: False on a rank that has run out of data (``join()``).
     """
     engine = Variable._execution_engine
-    try:  # DDP queues a callback in the backward pass; one queued by a callback runs after that
+    try:  # a callback that is queued by another callback runs last, after the one that DDP queues
         engine.queue_callback(lambda: engine.queue_callback(callback))
     except RuntimeError:
         return False

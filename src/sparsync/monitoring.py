@@ -148,8 +148,8 @@ class Sink:
 def sink_of(log: Any, rank: int) -> Sink:
     """Return the sink that writes to ``log``, as given to ``attach``.
 
-    Each rank decides for itself whether to log, and has its own file.  Lines are appended, so a resumed
-    run continues its file; if a step was repeated, its last line counts.
+    Each rank decides for itself whether to log, and writes its own file.  Lines are appended, so a
+    resumed run continues its file; if a step was repeated, its last line counts.
 
     Args:
         log: one of these:
@@ -158,7 +158,7 @@ def sink_of(log: Any, rank: int) -> Sink:
               ...}``, in ``name.rank0.jsonl``;
             - TensorBoard's ``SummaryWriter``, or any object with ``add_scalar(tag, value, step)``;
             - a W&B run, which logs the numbers together with the user's next ones;
-            - an OpenTelemetry meter, whose gauges have the attribute "rank";
+            - an OpenTelemetry meter, whose gauges carry the attribute "rank";
             - a function of (step, values).
 
             Names have the form ``sparsync/threshold`` (for OpenTelemetry ``sparsync.threshold``).

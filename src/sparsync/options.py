@@ -370,7 +370,7 @@ class Options:
             PeerError: ranks ask for different transports, or run different versions.
         """
         carried = self.transport
-        # Versions are compared first, because another version might compare other facts afterwards.
+        # Versions are compared first, because another version might go on to compare other facts.
         # They are compared over gloo, which works on all ranks, whichever transport each one asks for.
         wanted = {
             "the version of sparsync": _version(),

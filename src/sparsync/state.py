@@ -47,7 +47,7 @@ def outside_inference(function: Callable[Given, Result]) -> Callable[Given, Resu
     @wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         inside = torch.is_inference_mode_enabled()
-        # only if inside, because ``inference_mode(False)`` turns gradients on
+        # only inside inference mode, because ``inference_mode(False)`` also turns gradients on
         with torch.inference_mode(False) if inside else nullcontext():
             return function(*args, **kwargs)
 

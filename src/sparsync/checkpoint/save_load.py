@@ -263,8 +263,8 @@ def _named(folder: Path | str) -> Path:
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
     """Return the last checkpoint that is complete on all ranks, and the steps of older ones."""
     # Take the newest checkpoint of every rank: nothing newer than the oldest of these is visible to all
-    # ranks. A rank may lack even that one, e.g. because its folder is a different one, so ranks then ask
-    # whether any of them lacks it.
+    # ranks. A rank may lack even that checkpoint, for instance if it uses another folder, so ranks then
+    # ask whether any of them lacks it.
     whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
     wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
     number = -_greatest(sync, -max(wanted, default=0))

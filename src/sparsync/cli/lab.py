@@ -72,13 +72,13 @@ class LabError(ConfigurationError):
 
 
 def default_burst(bits_per_second: int) -> int:
-    """Return the size of the ``tbf`` bucket, i.e. the bytes that an idle link passes at once.
+    """Return the size of the ``tbf`` bucket, i.e. the bytes that an idle link passes without delay.
 
-    A smaller bucket distorts wire times less.  But if timers and processes wake up later than the bucket
-    covers, the link does not reach its rate.  At 1 Gbit/s, a single stream reached 72 % of the rate with
+    A smaller bucket distorts wire times less.  But the bucket must last until timers and processes wake
+    up, or the link does not reach its rate.  At 1 Gbit/s, a single stream reached 72 % of the rate with
     16 KB, 92 % with 32 KB, and 99 % with 64 KB; dense allreduce on overloaded cores reached 80 % with
-    64 KB, and 90 % with 128 KB.  The bucket therefore covers a millisecond, the typical lateness with
-    two busy cores.  It also holds at least the first window of a TCP connection.
+    64 KB, and 90 % with 128 KB.  The bucket therefore covers a millisecond, the typical delay with two
+    busy cores.  It also holds at least the first window of a TCP connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
@@ -107,7 +107,7 @@ class Lab:
     Attributes:
         bits_per_second: the lowest rate.
         burst_bytes: the size of the ``tbf`` bucket at that rate (see ``default_burst``); subtract these
-            bytes when computing wire times, because an idle link passes them at once.
+            bytes when computing wire times, because an idle link passes them without delay.
 
     Raises:
         ConfigurationError: an argument is invalid, iproute2 is missing, or the kernel forbids

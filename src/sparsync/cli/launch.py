@@ -458,8 +458,8 @@ class StartLine:
     """Starts all ranks of one machine at an agreed time of their common clock.
 
     With more ranks than cores, a barrier would release the ranks milliseconds apart, and the difference
-    would look like communication time.  Several machines share no clock, so they use a barrier all the
-    same.  ``group`` contains all ranks; it must not be the group that is measured.
+    would look like communication time.  Ranks on several machines share no clock, so they still use a
+    barrier.  ``group`` contains all ranks; it must not be the group that is measured.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

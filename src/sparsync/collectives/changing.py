@@ -31,8 +31,8 @@ class Changing(Collective):
     changed so far.  For every other layer, it sends only a flag: whether the layer has changed on this
     rank.  All ranks see the sum of the flags, so they agree on the layers that a second round must
     deliver.  From then on, those layers are always sent.  A buffer may start to change on a single rank,
-    after any number of exchanges; it is then delivered as if it had always been sent.  No extra round is
-    needed to find this out.
+    after any number of exchanges; it is then delivered as if it had always been sent.  Finding such a
+    buffer takes no extra round.
 
     Cost: as ``Dense`` for the layers that change, plus 4 or 8 bytes for every other layer.  The first
     exchange, and every exchange in which a layer starts to change, take a second allreduce.

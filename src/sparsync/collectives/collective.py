@@ -35,7 +35,7 @@ class Reduced:
     """The result of a collective: ``sum over ranks(delivered) == total + sum over ranks(lost)``.
 
     Attributes:
-        total: bit-identical on every rank.
+        total: the sum, bit-identical on every rank.
         delivered: this rank's share of the total, which may have entries at other elements.  Selected
             entries that are missing from it were dropped in flight and stay in the residual.
         lost: the part of ``delivered`` that a codec rounded away and that no rank keeps, as some papers

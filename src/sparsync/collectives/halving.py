@@ -20,7 +20,7 @@ __all__ = ["Halving"]
 # Both constants are fitted to benchmarks/fidelity.md at P = 4 and 8.  Their units are a decoding pass
 # and a turn of ``Budgeted``.
 _PASSES = 12  # per entry received: merge, select again, note the dropped ones
-_TURN = 2 / 3  # share of a turn, because a rank waits for a single peer in a round
+_TURN = 2 / 3  # less than a whole turn, because in each round, a rank waits for only one peer
 
 
 @final

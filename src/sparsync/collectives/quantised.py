@@ -218,7 +218,7 @@ class _Coded(DenseVector):
         return made
 
     def write_to_(self, dense: Tensor, start: int = 0) -> None:
-        """``dense = self``, in place; ``dense`` may be a run of elements from ``start`` on."""
+        """``dense = self``, in place; ``dense`` may be a run of the elements, from ``start`` on."""
         self._decode(dense, start, self._divisor)
 
     def subtract_from_(self, dense: Tensor, start: int = 0, plus: Tensor | None = None) -> None:

@@ -82,9 +82,10 @@ class AutoState:
 class Auto(Collective):
     """The planner's choice among collectives, corrected by measurements while training.
 
-    The first step makes the plan, because n, k and P are then known, and the same on all ranks.  Its own
-    entries are already selected, so dense cannot start before the second step.  If k or P changes later,
-    e.g. after a warm-up, the step plans again in the same way, using the factors measured so far.
+    The first step makes the plan, because n, k and P are known by then, and equal on all ranks.  But the
+    entries of this step are already selected, so dense cannot start before the second step.  If k or P
+    changes later, e.g. after a warm-up, the next step plans again in the same way, using the factors
+    measured so far.
 
     Every ``check_period`` steps, the ranks agree on the mean time of an exchange since the last plan or
     check.  They take the minimum of their means, because a rank that arrives early also measures its wait

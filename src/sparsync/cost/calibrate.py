@@ -37,7 +37,7 @@ __all__ = ["Calibration", "calibrate"]
 _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
 _DENSITY = 0.01  # k / n of the selections
-_REGIONS = 4  # number of regions of the vector, and of messages merged at once
+_REGIONS = 4  # number of regions of the vector, and of messages merged together
 # number of batches per kind of work, and the least number if time is short; one more is a warm-up
 _BATCHES, _AT_LEAST = 8, 3
 _SETTLED = 12  # steps until the selector's threshold has adapted to a residual that starts at zero

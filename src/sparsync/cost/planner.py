@@ -209,7 +209,7 @@ def plan(
             excluded.  If neither density nor k is given, k is derived from the budget.  Every candidate
             that selects entries can send a certain number of them within the budget.  k is the smallest
             of these numbers, leaving out those below 90 % of the largest.
-        compute: seconds of a forward and backward pass; with None, there is no overlap.
+        compute: seconds that a forward and backward pass takes; with None, there is no overlap.
         unit_bytes: bytes of gradients per exchange, except for dense; with None, all are exchanged
             together.
 

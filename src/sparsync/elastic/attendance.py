@@ -207,9 +207,9 @@ class Attendance:
         failed: CommunicationError | None = failure
         while failed is not None:
             verdict = self.recover(failed)
-            # ``_met`` becomes True only if no attempt follows.  Then the roll's table of contributors
-            # holds for the next step, whose quorum is already known.  After an attempt, the table that
-            # was sent with the votes holds.
+            # ``_met`` becomes True only if no attempt follows.  The next step, whose quorum is already
+            # known, then uses the roll's table of contributors.  After an attempt, it uses the table
+            # that was sent with the votes.
             failed, self._met = None, False
             if self.reducer.comm.rank in verdict.stale and not missed():
                 self._met = True
@@ -467,7 +467,7 @@ class Attendance:
         """Advance to the step after ``step``; return whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
-        # with ``still``, the table of contributors is the votes'; after a roll, it is the roll's
+        # with ``still``, the table of contributors came with the votes; otherwise, with the roll
         arrived = members.committed(step, still=not self._met, applied=applied)
         if arrived:
             self._since = step + 1

@@ -8,7 +8,7 @@ A rank commits once it knows that all ranks are prepared.  If the exchange fails
 abandons the step, which ends the waits of the others.  The remaining ranks meet in a new group and call
 the roll:
 
-* if any rank has committed, then all ranks were prepared; the ones that still are now commit, too;
+* if any rank has committed, then all ranks were prepared; those that have not committed now do so;
 * if no rank has committed, all ranks exchange their accumulated gradients once more, in the new group.
 
 So a step is applied by all remaining ranks or by none, its gradients count once, and residuals match the
@@ -173,7 +173,7 @@ class Members:
 
     Attributes:
         attempt: number of the current group, > 0.
-        behind: this rank is fetching its weights; until then its gradients do not count.
+        behind: this rank is fetching its weights; until it has them, its gradients do not count.
         first: the lowest rank with current weights.
         leaving: this rank wants to leave, which takes two steps.  In the first, its residual is dealt to
             the others.  To the second it contributes nothing, but the commit shows that all ranks have
@@ -293,7 +293,8 @@ class Members:
     def committed(self, step: int, *, still: bool, applied: bool = True) -> bool:
         """Advance to the step after ``step``, with the same group (``still``) or the last roll's group.
 
-        A step that all ranks refuse, e.g. because of NaN, is not ``applied``, and no rank leaves with it.
+        If all ranks refuse a step (because of NaN, for example), it is not ``applied``, and no rank
+        leaves with it.
 
         Returns:
             Whether this rank has caught up, so that its gradients count from the next step on.
@@ -566,8 +567,8 @@ class Members:
         part = self._parts.get(by)
         for residual in reducer.residuals:
             # A step refused because of NaN is undone.  Otherwise its gradients stay in the residual; if
-            # this rank completed the attempt that the others have applied, ``_apply`` subtracts what
-            # that delivered.
+            # this rank completed the attempt that the others have applied, ``_apply`` subtracts the
+            # entries that this attempt delivered.
             refused = part is not None and not part.minus
             broken = part is None and self._is_broken(DenseVector(residual.accumulated))
             if refused or broken:
@@ -576,8 +577,8 @@ class Members:
         if part is not None:
             self._apply(part)
         else:
-            # The others may have applied this rank's last closed step in another attempt, or not yet.
-            # If so, undo what the one attempt changed here, and apply what the other changes.
+            # The others may have applied this rank's last closed step in another attempt.  If so, undo
+            # the changes of this rank's attempt, and make those of the other one.
             holds = _attempt_of(last.step, self._past, step)
             if holds is not None and holds != last.attempt:
                 self._take_back(last.parts.get(last.attempt))

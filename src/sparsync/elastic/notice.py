@@ -1,4 +1,4 @@
-"""On SIGTERM, which announces that the machine goes away, leave before the program's handler runs."""
+"""Leave on SIGTERM, which announces that the machine goes away, before the program's handler runs."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class Correction:
 
     The optimizer must then be plain SGD, so that momentum and decay are not applied twice (``attach``
     checks the optimizer that it is given).  A parameter that no rank used in a step
-    (``find_unused_parameters``) still decays, and its velocity still changes it; torch's SGD would skip
-    it.
+    (``find_unused_parameters``) still decays and is still changed by its velocity; torch's SGD would
+    skip it.
 
     Attributes:
         momentum: m in [0, 1).

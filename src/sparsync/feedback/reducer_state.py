@@ -178,7 +178,7 @@ def take_state(reducer: Reducer, parsed: ParsedState, *, keep_scale: bool = Fals
     Args:
         reducer: the reducer that was given to ``parse_state``.
         parsed: the result of ``parse_state``.
-        keep_scale: continue with the saved scale, e.g. because a GradScaler is restored as well.
+        keep_scale: continue with the saved scale; for callers that also restore a GradScaler.
             Otherwise the saved residuals are rescaled to the reducer's scale.
 
     Raises:

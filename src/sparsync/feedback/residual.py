@@ -1,8 +1,8 @@
 """Error feedback: undelivered entries are kept and added to the next gradient.
 
 ``accumulate`` swaps: in one pass, the residual's buffer receives ``residual + gradient`` and the
-gradient's memory receives the old residual.  This allows a refused step to be undone exactly, although
-error feedback has one buffer of n elements, not two.
+gradient's memory receives the old residual.  A refused step can thus be undone exactly, although error
+feedback has only one buffer of n elements.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _FOLDER: Final = "sparsync"  # inside checkpoint-N
 
 
 class SparsyncCallback(TrainerCallback):
-    """Attaches sparsync when training begins, saves with every checkpoint, resumes with the Trainer.
+    """Attaches sparsync when training begins, saves its state with checkpoints, and resumes from them.
 
     Args:
         trainer: the ``Trainer`` to which the callback is added; only the trainer knows the wrapped model
@@ -48,8 +48,8 @@ class SparsyncCallback(TrainerCallback):
         sync: the handle that ``sparsync.attach`` returned; None before training begins.
 
     Raises:
-        ConfigurationError: the trainer already has an open callback of this class; in
-            ``trainer.train()``, ``sparsync.attach`` refuses an argument.
+        ConfigurationError: the trainer already has an open callback of this class.
+            ``trainer.train()`` raises it if ``sparsync.attach`` refuses an argument.
         PeerError: raised by ``trainer.train()``; see ``sparsync.attach``.
 
     When updates are exchanged, evaluations during training use the weights that all ranks share.

@@ -4,8 +4,8 @@ Ranks that exchange with each other see the same totals and decide alike without
 hold other parts of the same replica see other totals, but if one part refuses a step, all parts must.
 
 Without DDP, the ranks also agree on the parameters that any of them used.  A gradient must not be None
-on one rank and zeros on another.  Weight decay and momentum skip None, so replicas would drift apart.
-And a norm over shards would wait for the ranks where the gradient is None.
+on one rank and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and
+a norm over shards would wait for the ranks where the gradient is None.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PartsConsensus:
         used: names of the parameters that have a gradient, once a step is committed.
         came: for every replica of this part, whether it used any parameter in the open step.
 
-    Cost: that of ``worst`` over the parts, 9 bytes per part and step.  With keys, one more byte per
+    Cost: the cost of ``worst`` over the parts, 9 bytes per part and step.  With keys, one more byte per
     parameter, an allgather of these bytes over the replicas, and another over the parts if no rank used
     some parameter.
     """

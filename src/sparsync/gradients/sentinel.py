@@ -138,10 +138,9 @@ async def check_replicas(
         DisagreementError: something differs and the policy is "raise", or "heal" without a majority.
         CommunicationError: the comparison broke off, here or on another part.
     """
-    # An error is held back until the other parts know of it. They compare with different peers, so they
-    # may find nothing wrong, and would continue training, or wait for this rank in the next step.
-    said, severity, comms = "", _FINE, [] if parts is None else [parts]
-    failure: CommunicationError | None = None
+    # An error is held back until the other parts know of it. They compare with other peers, so they may
+    # find nothing wrong. They would then continue training, or wait for this rank in the next step.
+    said, failure, comms = "", None, [] if parts is None else [parts]
     try:
         said = await _compare(sentinel, comm, tensors, place, comm.rank if rank is None else rank)
         severity = _REPORTED if said else _FINE

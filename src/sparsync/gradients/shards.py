@@ -1,10 +1,10 @@
-"""The parameters of which this rank holds a part: local tensors, their pieces, and FSDP2's switches.
+"""The parameters that this rank holds in part: local tensors, their pieces, and FSDP2's switches.
 
 In a backward pass, ``fully_shard`` reduces gradients over the shards' ranks, calls a module's all-reduce
 hook, writes the shards of the gradients, and calls the parameters' own hooks.  The parameters' hooks are
 used here, because they see exactly this rank's shards, averaged over the ranks that hold the other
-shards.  The all-reduce hook is unsuitable: its flat tensor has padding between uneven shards, does not
-tell which parameters it contains, and may still have to be divided.
+shards.  The all-reduce hook is unsuitable: its flat tensor contains padding between uneven shards and
+does not say which parameters it holds, and its values may still have to be divided.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Blockwise(Selector):
             is 0, no entry is selected.
         block: elements per block (SparCML's bucket; 512 in its sections 8.3 and 8.4).
 
-    Cost: a partial sort of every block, all at once.   State: none.
+    Cost: a partial sort of every block, all in one call.   State: none.
     Differs from the paper: any n; deterministic under ties; zeros are not sent.
 
     Example:

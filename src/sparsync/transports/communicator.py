@@ -27,7 +27,7 @@ from sparsync.transports.ledger import Framing, Ledger, Raw, Several
 
 __all__ = ["Communicator", "ReduceOp", "bytes_of", "check_timeout", "rounds"]
 
-_PIECE = 1 << 21  # bytes of a vector that ``allreduce`` exchanges at once
+_PIECE = 1 << 21  # bytes of a vector that ``allreduce`` exchanges at a time
 
 C = TypeVar("C", bound="Communicator")
 ReduceOp = Literal["sum", "max", "min"]

@@ -114,7 +114,7 @@ class Task(Generic[T]):
 
     def advance(self, seconds: float | None) -> bool:
         """Wait for the operation, at most ``seconds``; return whether the coroutine was resumed."""
-        # a failed wait, too, resumes the coroutine: the error is raised at its ``await``, where the
+        # a failed wait also resumes the coroutine: the error is raised at its ``await``, where the
         # algorithm may handle it
         error = None
         try:

@@ -33,7 +33,7 @@ class GlooCommunicator(Communicator):
     """One rank of a changing group over gloo, like ``ZmqCommunicator(changing=True)`` over ZeroMQ.
 
     Nothing is encrypted, and peers are trusted: a message that exceeds the receive buffer ends the
-    process.  Collectives are the ones of ``Communicator``; gloo's native ones would continue in their
+    process.  Collectives are inherited from ``Communicator``; gloo's native ones would continue in their
     threads after a rank is gone.
 
     Args:
@@ -63,8 +63,8 @@ class GlooCommunicator(Communicator):
         The ranks of the new group meet in the store of its rank 0, as soon as the first message is sent
         or received.  Channels must be created again.
         """
-        # close connections before the new group meets, so that peers that still wait in the former group
-        # come, too
+        # close connections before the new group meets, so that peers still waiting in the former group
+        # also come
         self.give_up()
         self.rank, self.world_size = rank, len(endpoints)
         self.group = _Group(partial(self._meet, rank, job, endpoints))

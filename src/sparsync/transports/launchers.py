@@ -89,7 +89,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
         (2, 4, 'mpi')
     """
     environ = os.environ if environ is None else environ
-    # sbatch sets SLURM_PROCID in its script, too, but the script is not part of a job step
+    # sbatch also sets SLURM_PROCID in its script, but the script is not part of a job step
     in_script = "SLURM_SUBMIT_DIR" in environ and "SLURM_STEP_ID" not in environ
     for launcher, *names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ and not (launcher == "slurm" and in_script):

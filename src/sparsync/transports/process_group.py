@@ -245,8 +245,8 @@ class TorchCommunicator(Communicator):
         others = [r for r in range(self.world_size) if r != rank]
         if not others:
             return list(payloads)
-        # zero the rows, because the padding is sent, too, and must not reveal what was in this memory
-        # before
+        # zero the rows, because the padding is also sent, and must not reveal the memory's former
+        # content
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
         parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):
@@ -402,8 +402,8 @@ class RollCall:
                     missing.difference_update([r for r in missing if store.check([str(r)])])
                     time.sleep(_LOOK)
 
-        # ask on a separate thread, which can be abandoned: the store's host may be stuck, too, and then
-        # a call lasts until the store's timeout
+        # ask on a separate thread, which can be abandoned: the store's host may also be stuck, and a
+        # call would then last until the store's timeout
         thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
         thread.start()
         thread.join(2 * _PATIENCE)

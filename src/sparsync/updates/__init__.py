@@ -7,7 +7,8 @@ it is positive where weights have decreased.
 An update passes through the modules in this order:
 
 - ``stepping`` hooks the optimizer's step.
-- ``step_length`` lengthens each step of an optimizer whose steps have a length of their own, e.g. Muon.
+- ``step_length`` lengthens each step of an optimizer whose step length does not depend on the gradient's
+  size, e.g. Muon.
   ``gradient_noise`` lengthens the steps of Adam and AdamW, up to four at a time, just before they are
   exchanged.
 - ``sync`` is the handle and counts local steps.

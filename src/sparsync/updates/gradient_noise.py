@@ -161,9 +161,10 @@ class GradientNoise:
     def hold(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep references to gradients until they are sampled, because scripts may drop them earlier.
 
-        Memory: n elements on steps that are sampled, if the script frees each gradient at once.
+        Memory: n elements on steps that are sampled, if the script frees each gradient immediately.
         """
-        # a script may drop them e.g. after each of several optimizers, or in the ``step`` of a subclass
+        # a script may, for instance, drop gradients after the step of each of several optimizers, or a
+        # subclass may drop them in its ``step``
         for group in optimizer.param_groups:
             self._held |= {p: p.grad for p in group["params"] if p.grad is not None}
 
@@ -174,7 +175,8 @@ class GradientNoise:
         Parameters that a GradScaler has ``skipped`` are left out: their gradients contain Inf on this
         rank, or are still scaled.
         """
-        # v decays by beta2 in every local step, so squares decay here by local steps, not by exchanges
+        # Adam's second moment v decays by beta2 in every local step, so squares decay here with every
+        # local step, not with every exchange
         self._squares.mul_(self._memory ** (step - self._step))
         self._row_squares.mul_(self._row_memory ** (step - self._step))
         self._step = step

@@ -49,7 +49,7 @@ class OuterAverager(Averager):
             by signs uses.
 
     Cost: as ``OuterStep``.
-    State: that of ``OuterEngine``, once it runs.
+    State: the state of the ``OuterEngine``, once it runs.
     Differs from the paper: as ``OuterStep``.
 
     Example:

@@ -418,9 +418,9 @@ class OuterEngine(Stateful):
 
     def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
         """Return the undelivered changes of this rank, on a part of the vector."""
-        # If the weights include the residual, this is the shared weights minus this rank's.  Otherwise it
-        # is the move since the last exchange plus the residual.  If ranks weigh their updates, the second
-        # form is needed in any case, because the weight applies only to the move.
+        # If the weights include the residual, the result is the shared weights minus this rank's.
+        # Otherwise it is the change since the last exchange plus the residual.  If ranks weigh their
+        # updates, the second form is always needed, because the weight applies only to the change.
         whole = self.settings.residual == "weights" and set(self.contributions.shown) == {1.0}
         if whole and not self.contributions.weighs:
             return self._shared(place).sub_(self._weights.read(place))

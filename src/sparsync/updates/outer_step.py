@@ -69,8 +69,9 @@ class OuterStep:
             that send every element, None means the period at which a step costs as many bytes as pairs
             at this density would.  With ``algorithm=None``, it means 2, or 1 for models below a million
             elements.  An ``AdaptivePeriod`` follows the measured drift.
-        fragments: number of parts of about equal size in which the model is exchanged, in turn within a
-            period.  Each part is a run of whole parameters.
+        fragments: number of parts into which the model is divided.  They are about equally large,
+        consist
+            of whole parameters, and take turns within a period.
         delay: local steps from the start of an exchange until it is applied; less than the period.
         warmup_steps: length of the warm-up, whose equal parts have the periods 1, 2, 4, ..., H.  Local
             steps without an exchange cost most in the beginning, while weights change fast.
@@ -91,8 +92,9 @@ class OuterStep:
 
     Cost: one exchange of the algorithm every ``period`` steps.  Memory: 2 n elements for the residual and
     the shared weights, and n more with momentum.  An exchange by ``quantised`` works in runs of 1 MB (64
-    on an accelerator) and holds its messages: 3 n elements of as many bits as are sent.  Other algorithms
-    and ``dct`` take n more elements, and ``delay`` takes three times the largest fragment.
+    on an accelerator) and holds its messages, which take 3 n elements with as many bits as are sent.
+    Other algorithms and ``dct`` take n more elements, and ``delay`` takes three times the largest
+    fragment.
     State: ``memory`` with the vectors ``shared`` and ``momentum``; ``OuterState``; the reducer's state.
     Differs from the paper: ``finish`` delivers all residuals and the updates of an unfinished period,
     dense and without momentum.  With ``sign``, this is one more step in their direction.

@@ -29,8 +29,8 @@ __all__ = [
 Moments = Mapping[Tensor, Mapping[str, Any]]
 """The ``state`` of an optimizer."""
 
-# State fields of torch's optimizers with step counts, squares or magnitudes. A negative value there is
-# damage, and its root would be NaN.
+# Fields of torch's optimizer states that hold step counts, squares or magnitudes. A negative value there
+# means damage, and its root would be NaN.
 _NEVER_NEGATIVE: Final = (
     *("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"),
     *("variance", "row_var", "col_var", "step_size"),
@@ -238,7 +238,7 @@ def load_optimizers(
 def same_moments(one: Moments, other: Moments) -> bool:
     """Return whether two states of an optimizer have the same bits.
 
-    Cost: that of ``digest`` for every moment, unless both are the same object.
+    Cost: the cost of ``digest`` for every moment, unless both are the same object.
     """
     return one is other or _digests(one) == _digests(other)
 

@@ -76,8 +76,8 @@ _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avo
 # The user is warned if less than this fraction of the lasting part of gradients is common to all ranks,
 # i.e. if the parts particular to single ranks are larger.
 _AGREEING = 0.5
-# So many steps or passes in a row without an exchange are a mistake; the steps of a GAN's other player,
-# which are meant, are fewer.
+# This many steps or passes in a row without an exchange count as a mistake.  A GAN's other player also
+# makes steps without an exchange, which are intended, but fewer in a row.
 _IDLE = 100
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _CURE = "load a state that this handle's state_dict() returned, into the same set-up"
@@ -196,7 +196,7 @@ class Carrier:
         return _Carried(self.engine.submit(job), self)
 
     def book(self, busy: float, waited: float) -> None:
-        """Add the seconds of an exchange, and the seconds that the training thread waited for it."""
+        """Add the duration of an exchange in seconds, and the time that the training thread waited."""
         self.busy += busy
         self.waited += waited
 
@@ -241,8 +241,8 @@ class UpdateSync(Handle):
         self._moments: list[Moments] = []  # the loaded moments, until the first step after a load
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
-        self._groups: dict[torch.optim.Optimizer, int] = {}  # how many groups each one had
-        self._short: dict[torch.optim.Optimizer, int] = {}  # how many steps are not corrected yet
+        self._groups: dict[torch.optim.Optimizer, int] = {}  # number of parameter groups of each
+        self._short: dict[torch.optim.Optimizer, int] = {}  # number of steps not corrected yet
         self._tell = options.tell
         self._advises, self._started = advises, time.perf_counter()
         self._warned = False  # whether the user was warned that ranks hardly agree
@@ -622,7 +622,7 @@ class UpdateSync(Handle):
             )
 
     def _dense_seconds(self) -> float:
-        """Estimate the seconds of an allreduce of all gradients from two small allreduces."""
+        """Estimate how many seconds an allreduce of all gradients takes, from two small allreduces."""
         run(self.outer.settle())
         size, channel = self.outer.layout.end, self.reducer.channel("weights").apart()
         # The first allreduce, of one element, gives the latency; the difference gives the seconds per

@@ -196,7 +196,7 @@ class StreamCodec(Codec[Vector]):
             is below 1, because sparse vectors take longer to sum (measured in ``benchmarks/streams.md``).
             With None, all vectors stay sparse.
 
-    Cost: that of the codec for the vector's form.   State: none.
+    Cost: the cost of the codec for the vector's form.   State: none.
     Differs from the paper: the switch compares the bytes of the two codecs in use.
 
     Example:

@@ -31,7 +31,7 @@ _STATED = (  # smallest and largest gain
 
 
 def _split_seconds(selected: Sequence[SparseVector], boundaries: Sequence[int]) -> float:
-    """Return the virtual seconds of one split-and-reduce."""
+    """Return the duration of one split-and-reduce in virtual seconds."""
     most = selected[0].nnz
 
     async def program(comm: SimCommunicator) -> None:

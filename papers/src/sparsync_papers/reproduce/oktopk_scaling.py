@@ -141,7 +141,7 @@ class Effective:
     buckets: int = _BUCKETS  # number of buckets of DenseOvlp
 
     def compute(self, model: Model) -> float:
-        """Return the seconds of computation in a model's step."""
+        """Return how long a model's step computes, in seconds."""
         return self.computation[_MODELS.index(model)]
 
     def select(self, scheme: Scheme, model: Model) -> float:
@@ -160,12 +160,12 @@ class Effective:
         return self.beta_dense if dense_sum or scheme.selects == "nothing" else self.beta
 
     def hierarchical(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return the seconds of gTopk's selections: at each level of the tree, one from n elements."""
+        """Return how long gTopk's selections take: at each level of the tree, one from n elements."""
         levels = math.ceil(math.log2(ranks)) if scheme.name == GTOPK.name else 0
         return levels * self.sort * model.size
 
     def seconds(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return the seconds of a step by the closed forms."""
+        """Return the duration of a step in seconds, by the closed forms."""
         compute = self.compute(model)
         price = self.price(scheme, model, ranks)
         communication = scheme.cost(model, ranks).seconds(self.alpha, price)
@@ -192,7 +192,7 @@ class Statement:
         return mine / seconds(self.over, self.model) if self.over else mine
 
 
-_HOUR_PER_RUN = 3600.0 / 400_000  # seconds of a step, per hour of Figure 13's training
+_HOUR_PER_RUN = 3600.0 / 400_000  # seconds per step for each hour that Figure 13's training takes
 STATEMENTS = (  # six statements, which determine six numbers: sections 5.4.1 to 5.4.3
     Statement(BERT, DENSE_OVLP, None, 150 * _HOUR_PER_RUN),  # "400,000 steps in 150 h"
     Statement(BERT, OKTOPK, None, 47 * _HOUR_PER_RUN),
@@ -273,7 +273,7 @@ class Parts:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the whole step."""
+        """The duration of the whole step in seconds."""
         return self.sparsification + self.communication + self.computation
 
     def named(self) -> dict[str, float]:

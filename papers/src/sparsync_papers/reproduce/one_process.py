@@ -244,7 +244,7 @@ def train_all(
 
     The learning rate falls, as in the three papers that train with these methods. ``initial``
     returns, for a seed, the model to start from; with None, training starts from a new model.
-    ``trainings`` is needed for the progress bar: the number of the artifact's trainings with one
+    ``trainings`` is needed for the progress bar: the number of the artifact's training runs with one
     seed, or None if it has no others.
     """
     found: dict[str, list[Trained]] = {name: [] for name in ways}

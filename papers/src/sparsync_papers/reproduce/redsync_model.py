@@ -76,11 +76,11 @@ class Training:
         return self.make()
 
     def seconds(self, platform: Platform) -> float:
-        """Return the seconds of computation; the backward pass takes twice as long as the forward."""
+        """Return the computation time in seconds; backward takes twice as long as forward."""
         return 3e9 * self.gflops * self.batch / (_EFFICIENCY * platform.flops)
 
     def step(self, platform: Platform, ranks: int, scheme: str) -> float:
-        """Return the seconds of a step with "SGD", "RGC" or "quantised RGC"."""
+        """Return the duration of a step in seconds, with "SGD", "RGC" or "quantised RGC"."""
         computed = self.seconds(platform)
         hidden = _BACKWARD * computed if self.overlaps else 0.0
         machine = platform.machine

@@ -123,7 +123,7 @@ def lstm() -> Model:
 def phases(
     model: Model, scheme: Scheme, ranks: int, shrink: int = SHRINK, machine: Machine = Machine()
 ) -> dict[str, float]:
-    """Return the virtual seconds of every stage of one step, averaged over ranks.
+    """Return how long every stage of one step takes, in virtual seconds, averaged over ranks.
 
     Stages do not overlap. One dense allreduce carries all layers below 128 KB, and one message per
     rank carries all others. If the scheme quantises, the output layer is sent separately and
@@ -202,7 +202,7 @@ def _select(
     scheme: Scheme,
     times: SelectionTimes = SelectionTimes(),  # noqa: B008 (frozen)
 ) -> float:
-    """Return the seconds of selecting from a layer of n elements."""
+    """Return the seconds that selecting from a layer of n elements takes."""
     searching = times.search if scheme is QUANTISED_RGC else times.searched
     trimmed = BySize().method(_WORD_BYTES * n) == "trimmed"
     return (times.trimmed if trimmed else searching).seconds(_WORD_BYTES * n)

@@ -39,7 +39,7 @@ _DOUBLE, _SPLIT, _DYNAMIC, _SPARSE_RING, _RING = _ALGORITHMS
 
 
 def _seconds(algorithm: str, ranks: int, density: float, links: Links, settings: Settings) -> float:
-    """Return the virtual seconds of one reduction of vectors with uniformly random positions."""
+    """Return the virtual seconds that one reduction of vectors with uniformly random positions takes."""
     scale = settings.pick(_SCALE, 64 * _SCALE)
     size = _SIZE // scale
     k = max(round(density * size), 1)

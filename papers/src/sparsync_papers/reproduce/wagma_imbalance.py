@@ -15,7 +15,7 @@ _VARIES = 0.2  # a standard deviation of this share of the mean counts as "high 
 
 
 def _seconds_by_length(workload: LinesWorkload, settings: Settings) -> dict[int, float]:
-    """Return the seconds of forward and backward for a batch of each bucket (best of a few runs)."""
+    """Time forward and backward for a batch of each bucket, in seconds (the best of a few runs)."""
     model, lines = workload.make_model(settings.seed), workload.parts[0]
     found = {}
     for length in settings.track(sorted(set(lines.padded_lengths.tolist()))):

@@ -22,10 +22,10 @@ from sparsync_papers.workloads.length_buckets import LinesWorkload
 # 2 n (P - 1) / P elements.
 _LOCAL_RATE, _ADPSGD_RATE = 1.52, 1.61
 _RESNET, _TRANSFORMER, _NAVIGATION = 25_559_081, 61_362_176, 8_476_421  # parameters (5.2 to 5.4)
-COMPUTE = 1 / _ADPSGD_RATE  # seconds of ResNet-50's step
+COMPUTE = 1 / _ADPSGD_RATE  # seconds per step of ResNet-50
 BETA = (1 / _LOCAL_RATE - COMPUTE) / (2 * 4 * _RESNET * 63 / 64)  # seconds per byte
 ALPHA = 2e-6  # seconds per message, for a hop of such a network (assumed)
-# assumed seconds of a mean batch: 2,700 (of at most 8,192) tokens at 10,000 per second
+# seconds that a mean batch takes (assumed): 2,700 tokens (of at most 8,192) at 10,000 per second
 TRANSFORMER_COMPUTE = 0.27
 LATE = Delay("random", 2, 0.32)  # section 5.2
 TAIL = Delay("heavytail", 1.7, 43.5)  # section 5.4
@@ -33,11 +33,11 @@ SIZE = 8192  # elements of the simulated vector, which takes as long as the mode
 
 _FASTER = 1.02  # smallest ratio of throughputs that counts as faster
 _SPREAD = 1.07  # fastest / slowest scheme if nobody is late (1.61 / 1.51)
-# steps of schemes without a global average: enough for delays to spread, which they do by a hop per
-# step; with more than the given number of ranks, fewer steps
+# For schemes without a global average, the number of steps must let delays spread, at one hop per step.
+# With more than ``_MOST_RANKS`` ranks, ``_MANY_STEPS`` are used instead.
 _LONG_STEPS, _MOST_RANKS = 60, 256
 _MANY_STEPS = 24
-_PERIODS = 4  # number of periods to run of schemes with a global average, if there are few ranks
+_PERIODS = 4  # periods to simulate for schemes with a global average; fewer with many ranks
 
 Work = Callable[[int, int, int, int], float]  # step, rank, world_size, seed -> seconds
 
@@ -87,12 +87,12 @@ def _number(value: int | str, setting: Setting, ranks: int) -> int | str:
 
 
 def _delayed(compute: float, step: int, rank: int, world_size: int, seed: int) -> float:
-    """Return the seconds of computation, plus 320 ms for two of the ranks on every step."""
+    """Return the computation time in seconds, with 320 ms added for two of the ranks on every step."""
     return compute + LATE.seconds(step, rank, world_size, seed)
 
 
 def translated(lines: LinesWorkload, step: int, rank: int, world_size: int, seed: int) -> float:
-    """Return the seconds of a translator's batch, which are proportional to its bucket's length."""
+    """Return the seconds that a translator's batch takes, in proportion to its bucket's length."""
     return TRANSFORMER_COMPUTE * lines.relative_cost(seed=seed, step=step, rank=rank)
 
 
@@ -214,7 +214,7 @@ async def _wait_for_all(comm: SimCommunicator) -> None:
 def step_seconds(
     setting: Setting, scheme: Scheme, ranks: int, *, steps: int, seed: int = 0
 ) -> float:
-    """Return the virtual seconds of a step, averaged over steps and ranks.
+    """Return the duration of a step in virtual seconds, averaged over steps and ranks.
 
     With an asynchronous scheme, ranks end at different times, so the mean over ranks is taken. In a
     longer run, this difference would matter less. With other schemes, all ranks end together.
@@ -235,7 +235,7 @@ def step_seconds(
 
 
 def ideal_seconds(setting: Setting, ranks: int, *, steps: int, seed: int = 0) -> float:
-    """Return the mean seconds of a step that consists only of computation."""
+    """Return the mean duration, in seconds, of a step that consists only of computation."""
     return fmean(
         setting.work(step, rank, ranks, seed) for step in range(steps) for rank in range(ranks)
     )

@@ -58,7 +58,7 @@ class Averaged:
     # the parameters of each rank's own model, recorded at some step of the last period; the ranks
     # differ in this step, so that all steps of the period are represented
     own: list[Tensor]
-    seconds: float  # virtual seconds of a step, mean over ranks
+    seconds: float  # virtual seconds per step, mean over ranks
     # points ``(virtual seconds, parameters of all ranks' own models)`` at equal distances in steps
     looks: list[tuple[float, list[Tensor]]]
 
@@ -122,7 +122,7 @@ class _Timed:
 
     value: float  # score, i.e. held-out accuracy in % or loss; mean over the ranks' own models
     final: float  # score of the model after ``finish()``
-    seconds: float  # virtual seconds of a step, mean over ranks
+    seconds: float  # virtual seconds per step, mean over ranks
     curve: _Curve  # scores of the ranks' own models over virtual seconds
     loss: float  # held-out loss, mean over the ranks' own models
     final_loss: float  # held-out loss of the model after ``finish()``
@@ -481,7 +481,7 @@ def ablations(settings: Settings) -> Outcome:
 
 _RL_RANKS, _ITERATIONS, _RUNS = 8, 32, 4  # four runs as in section 5.4
 _EPISODES, _EPOCHS = 1, 4  # per iteration; few, so that a step is fast
-_WINDOW = 4  # iterations whose returns are one point of the curve
+_WINDOW = 4  # number of iterations whose returns are averaged into one point of the curve
 
 
 def _play(scheme: Scheme, seed: int, ranks: int, iterations: int) -> _Curve:

@@ -8,15 +8,15 @@
 - PyTorch's allreduce (for dense, its hooks and DiLoCo) is gloo's ring. It sends segments of at most
   1 MiB, and at least two per rank and direction. Each segment costs another latency, because the
   receiver has to ask for it.
-- Averages with few bits per element take two rounds; in each, a rank sends to all others at once.
+- Averages with few bits per element take two rounds; in each, a rank sends to all others together.
 - Sparse gradients use the fastest collective that ``planner.plan`` finds.
 
-For every 0.2 s plus a round trip that a connection is silent, TCP halves its window, down to 10
-packets; afterwards, the window doubles with every round trip. Packets that do not fit into a link's
+Each time that a connection has been silent for 0.2 s plus a round trip, TCP halves its window, down to
+10 packets; afterwards, the window doubles with every round trip. Packets that do not fit into a link's
 queue are lost, and are sent again in windows that grow by a packet per round trip. DDP sums its
-buckets of 25 MiB two at a time, which hides the latencies of one of them. For dense, the rest of the
-backward pass hides all buckets but the last. The computation during the delay hides delayed
-averages.
+buckets of 25 MiB two at a time, so the latencies of one of them are hidden. For dense, the rest of the
+backward pass hides all buckets but the last. Delayed averages are hidden by the computation during the
+delay.
 
 The prediction computes a ``LossPlan`` from a ``Machine`` and sizes by pure arithmetic, so it is the
 same on every rank.
@@ -54,7 +54,8 @@ Way = Literal["dense", "low-rank gradients", "averages", "local steps", "sparse 
 _SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # gloo's ring: bytes of a segment, and least number per rank
 _PACKET = 1_448  # bytes of payload of a packet
 _WINDOW = 14_600  # bytes that TCP sends before the first acknowledgement
-_QUEUE = 0.1  # seconds that a packet may wait for a link (or a round trip if longer); a modem's
+# seconds that a packet may wait for a link, as in a modem's queue; if a round trip is longer, that long
+_QUEUE = 0.1
 # Round trips until the connections on a shared link have recovered, per square root of the lost
 # packets.  A window grows by a packet per round trip, so n packets take about sqrt(2 n) round trips.
 # Set by hand to match nine exchanges in the lab: 4 ranks, 0.4 to 1.8 MB, 10 and 30 Mbit/s, 20 to
@@ -178,7 +179,7 @@ class Outlook:
     period: int  # steps between exchanges
     use: str
     steps: Ratio  # number of steps / dense's number of steps
-    seconds_step: float  # seconds of a step, including computation
+    seconds_step: float  # seconds per step, including computation
     bytes_step: float  # bytes per step of the rank that sends or receives most
     seconds: Ratio  # seconds until the loss is reached
 
@@ -233,7 +234,7 @@ def plan_loss(
         candidates: collectives for sparse gradients.
         optimizer: the optimizer of the training.
         steps: steps that dense needs to reach the loss, in a run planned for it.
-        compute: seconds of a step without its exchange.
+        compute: seconds that a step takes without its exchange.
         density: k / n of sparse gradients; by default 0.01, as in the measured curves.
         methods: names of the methods to compare; None for all.
 
@@ -307,7 +308,7 @@ def step_seconds(
     idle = compute * period / parts  # seconds between exchanges
     each = _exchange(method, -(-size // parts), world_size, machine, idle)
     averages = method.way in ("averages", "local steps")
-    whole = machine.gamma * WORD_BYTES * size  # seconds of a pass over the model
+    whole = machine.gamma * WORD_BYTES * size  # seconds that a pass over the model takes
     hidden = method.delay * compute
     if method.way == "dense":
         first = min(BUCKET_BYTES / (WORD_BYTES * size), 1.0)  # the first bucket's share
@@ -350,7 +351,7 @@ def _exchange(
 def rounds(
     count: int, nbytes: float, world_size: int, machine: Machine, idle: float = 0.0
 ) -> float:
-    """Return the seconds of ``count`` rounds; in each, a rank sends ``nbytes`` to all others at once.
+    """Return the seconds for ``count`` rounds; in each, a rank sends ``nbytes`` to all others together.
 
     The first round follows a pause of ``idle`` seconds.
 
@@ -366,7 +367,7 @@ def rounds(
 def allreduced(
     nbytes: float, world_size: int, machine: Machine, idle: float = 0.0, bucket: float = math.inf
 ) -> float:
-    """Return the seconds of gloo's ring over vectors of ``nbytes``, after a pause of ``idle`` seconds.
+    """Return the seconds that gloo's ring takes for ``nbytes``, after a pause of ``idle`` seconds.
 
     The vectors are summed in buckets of ``bucket`` bytes, two at a time.
 

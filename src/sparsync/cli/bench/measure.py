@@ -73,14 +73,14 @@ class Pace:
     warmup: int | None
 
     def warm(self, durations: Sequence[float]) -> bool:
-        """Return whether the warm-up is over, given the seconds of its steps so far."""
+        """Return whether the warm-up is over, given the seconds that its steps so far have taken."""
         if self.warmup is not None:
             return len(durations) >= self.warmup
         # five steps are enough for error feedback and thresholds to settle; long steps get only 5 s
         return len(durations) >= 5 or sum(durations) >= 5.0
 
     def timed(self, durations: Sequence[float]) -> int:
-        """Return how many steps to time, given the seconds of the warm-up steps."""
+        """Return how many steps to time, given the seconds that the warm-up steps took."""
         if self.steps is not None:
             return self.steps
         if not durations:

@@ -131,7 +131,7 @@ class Team:
             yield unpacked(pieces, [Evidence, SparseVector, DenseVector])
 
     def _time_of_add(self, size: int, *, repetitions: int = 10) -> tuple[list[float], list[float]]:
-        """Time repetitions of ``residual.add_(gradient)`` on all ranks at once.
+        """Time repetitions of ``residual.add_(gradient)`` on all ranks in parallel.
 
         Return, per repetition, the slowest rank's seconds and the mean processor seconds.
         """

@@ -76,8 +76,8 @@ class _Watched(Collective):
         Args:
             keep: whether to store the vectors; they are copied, because the reducer may overwrite its
                 buffers.
-            fence: called before the exchange, which starts when ``fence`` returns; None to start at
-                once.
+            fence: called before the exchange, which starts when ``fence`` returns; with None, the
+                exchange starts immediately.
         """
         self.keep, self.fence = keep, fence
 

@@ -12,14 +12,14 @@ from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["bytes_in_flight", "check_far", "round_trip", "window"]
 
-# seconds of a round trip from which links count as far: after a pause, TCP needs a few round trips to
-# regain its rate
+# Links whose round trip takes at least this many seconds count as far: after a pause, TCP needs a few
+# round trips to regain its rate.
 _FAR: Final = 0.01
 # The fraction of a window that may be in flight without a warning.  The kernel charges 2.3 KB for a
 # packet of 1.5 KB, so a window that is 0.63 full may already be the limit.
 _FULL: Final = 0.5
-# The suggested window over the bytes in flight: a factor of 2 for the kernel's packet charge, and
-# another 2 for a higher rate.
+# The ratio of the suggested window to the bytes in flight: a factor of 2 for the kernel's packet charge,
+# and another 2 for a higher rate.
 _SPARE: Final = 4
 _MIB: Final = 1 << 20
 _SHRINKING: Final = ("reno", "cubic")
@@ -59,7 +59,7 @@ def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
 
 
 def round_trip(found: Calibration) -> float:
-    """Return the seconds of an empty message and its answer between the most distant ranks.
+    """Return the seconds that an empty message and its answer take between the most distant ranks.
 
     This is twice the latency fitted to all links, or the sum of a pair's two latencies if that is
     larger.  Either may be too small: the fit if only some links are far, because their share of a round

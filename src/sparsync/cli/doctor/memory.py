@@ -18,7 +18,7 @@ _DENSITY: Final = 0.01
 
 
 def check_memory(everyone: Sequence[Facts], size: int, optimizer: Optimizer) -> Check:
-    """Check whether training fits with ``attach``, without it, or not at all, not counting activations.
+    """Check whether training fits with ``attach``, only without it, or not at all; ignore activations.
 
     The free memory of a machine is divided among its ranks; the rank with the least memory decides.
 

@@ -1,4 +1,4 @@
-"""The ranks of ``sparsync linear``: their rows, and a measured training per exchange."""
+"""The ranks of ``sparsync linear``: their rows, and one measured training run per exchange."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def _result(
 def _exchange_seconds(
     ranks: Sequence[Sequence[tuple[str, float, float]]], together: bool
 ) -> tuple[float, float]:
-    """Return the seconds of an epoch's exchanges, with and without the exchanges of derivatives.
+    """Return how long an epoch's exchanges took, in seconds, with and without those of derivatives.
 
     An exchange takes from the common start until the last rank ends.  If ranks do not start together,
     it is the slowest rank's time that counts.

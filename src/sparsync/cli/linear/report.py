@@ -1,4 +1,4 @@
-"""Results of ``sparsync linear``: their fields, which are the keys of the JSON, and the tables."""
+"""Results of ``sparsync linear``: their fields, which are also the JSON keys, and the tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LinearResult", "tables", "with_ratios"]
 
 @dataclass(frozen=True)
 class LinearResult:
-    """One training; its fields are the keys of the JSON, and None if they do not apply.
+    """One training run; its fields are the JSON keys, and None if they do not apply.
 
     Lists have one value per epoch unless stated otherwise.  Bytes are from the ledger of the rank that
     sends or receives most.  Seconds are the slowest rank's, and exclude evaluations.

@@ -1,4 +1,4 @@
-"""Exchanges of a training: plain DDP, PyTorch's hooks, presets on gradients or updates, schemes."""
+"""The exchange of a training run: plain DDP, one of PyTorch's hooks, a preset, or a scheme."""
 
 from __future__ import annotations
 

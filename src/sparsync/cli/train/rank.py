@@ -1,4 +1,4 @@
-"""The ranks of ``sparsync train``: one training per algorithm, with measurements."""
+"""The ranks of ``sparsync train``: one measured training run per algorithm."""
 
 from __future__ import annotations
 

@@ -77,9 +77,9 @@ class Schedule:
 class Plateau:
     """Multiplies the rate by a factor whenever the loss stops falling (``ReduceLROnPlateau``).
 
-    The loss is the mean over a window of ``every`` steps.  After more than ``patience`` windows in a row
-    that are not better than the best one, the rate is multiplied by the schedule's factor.  Ranks with
-    equal losses have equal rates.
+    The loss is the mean over a window of ``every`` steps.  Once more than ``patience`` windows in a row
+    have not improved on the best one, the rate is multiplied by the schedule's factor.  Ranks with equal
+    losses have equal rates.
 
     Attributes:
         factor: the present factor of the rate.

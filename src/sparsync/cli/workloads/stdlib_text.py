@@ -62,7 +62,7 @@ class ByteText:
 
     training: Tensor
     held_out: Tensor  # every twentieth file
-    context: int  # bytes that a model sees at once; a window has one more byte for the last target
+    context: int  # bytes of a model's context; a window has one more byte, for the last target
 
     def __post_init__(self) -> None:
         shortest = min(self.training.numel(), self.held_out.numel())

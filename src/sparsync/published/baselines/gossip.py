@@ -50,7 +50,7 @@ class Ring(Graph):
     """A ring in which ranks send to both neighbours on every step; two ranks have only one neighbour."""
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return ``rank + 1``, then ``rank - 1``, so that no two ranks send to the same rank at once."""
+        """Return ``rank + 1``, then ``rank - 1``, so that each rank receives from one rank at a time."""
         both = dict.fromkeys([(rank + 1) % world_size, (rank - 1) % world_size])
         return [neighbour for neighbour in both if neighbour != rank]
 

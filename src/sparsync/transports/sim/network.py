@@ -6,8 +6,8 @@ occupies that port for ``beta L``.  Ports serve messages in order of arrival.  A
 whole message has entered.  Runs are deterministic: events at equal times are served in the order in
 which they were scheduled.
 
-A rank has one processor.  Work charged to a rank begins at once, and the rank continues when the work is
-done.  Meanwhile, arriving messages still use its ports.
+A rank has one processor.  Work charged to a rank begins immediately, and the rank continues when the
+work is done.  Meanwhile, arriving messages still use its ports.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class ZmqCommunicator(Communicator):
             one for actors.  Default: any free port.
         advertise: the address at which the others reach this rank, if it differs from the interface's,
             e.g. the address of a static NAT that forwards ``port_range`` to this machine.
-        timeout: seconds that any wait may take before it fails with an error; a rank may stall for as
-            long as that.
+        timeout: seconds that any wait may take before it fails with an error; a rank may stall for that
+            long.
         connect_timeout: seconds that opening the connections between ranks may take.
         curve_keys: a directory written by ``make_curve_keys``.  Messages are then encrypted, and only
             ranks with a listed key may connect, each under its own number.  With None, messages are not

@@ -211,8 +211,8 @@ def _apart(claim: Claim, phase: str | None, local_step: int | None) -> str:
         or (claim.phase == "finish") == (phase == "finish")
     ):
         return ""
-    # count the steps done: an exchange is named after the local step before it, but ``finish`` after the
-    # next one
+    # count the steps that are done: an exchange carries the number of the local step before it, but
+    # ``finish`` carries the number of the next one
     here = claim.local_step + (claim.phase != "finish")
     there = local_step + (phase != "finish")
     counts = unequal_steps(min(here, there), max(here, there), here)

@@ -58,7 +58,7 @@ GRACE: Final = 0.5
 LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = (
-    8192  # bytes that ZeroMQ reads at once; shorter frames may share a buffer with others
+    8192  # bytes that ZeroMQ reads at a time; shorter frames may share a buffer with others
 )
 # limit on the bytes of messages that no receive has asked for yet; even the longest message must fit
 MAX_UNCLAIMED: Final = MAX_MESSAGE
@@ -228,7 +228,7 @@ class Mesh:
             self._take(frames)
 
     def give_up(self) -> None:
-        """Tell the others that this rank has stopped waiting, so that they stop, too."""
+        """Tell the others that this rank has stopped waiting, so that they also stop."""
         self._tell_all(GIVE_UP)
 
     def _tell_all(self, flag: int) -> None:

@@ -286,7 +286,7 @@ def watched(
         context: the context of both sockets.
         kind: ``zmq.PUSH`` or ``zmq.PULL``.
         address: determines IPv6 or IPv4.
-        timeout: seconds that a wait may take; a rank may stall for as long as that.
+        timeout: seconds that a wait may take; a rank may stall for that long.
         handshake: seconds after which a connection is closed if its other end has not identified itself.
     """
     socket = context.socket(kind)

@@ -426,7 +426,7 @@ async def _end_of(job: Future[Reduced]) -> Reduced:
 
 @final
 class Scd(Solver):
-    """Minimises by exact steps in a few coordinates per rank, on all ranks at once.
+    """Minimises by exact steps in a few coordinates per rank, on all ranks in parallel.
 
     1. All ranks know all coordinates of the step from the seed.  Each rank computes partial derivatives
        and curvatures for all of them on its own rows, and sends every other rank the numbers for that

@@ -61,7 +61,7 @@ def connect(
         interface: the IP address or name of the interface that zmq binds; by default the interface that
             leads to the other ranks.
         port_range: first and last port that zmq may bind; a rank needs one port per communicator.
-        advertise: the address under which the other ranks reach this one, if a static NAT forwards these
+        advertise: the address at which the other ranks reach this one, if a static NAT forwards these
             ports to this machine.
         connect_timeout: seconds that opening the connections between ranks may take.
 

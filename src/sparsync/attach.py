@@ -103,8 +103,8 @@ def attach(
             take fewer seconds per step, or hardly more.  It does not know how many steps either
             exchange needs to reach a given loss.
         density: fraction k / n of every unit's entries that is exchanged, in (0, 1], if the algorithm
-            selects entries.  None means 1 %, and more below a million parameters: up to 100 % at 46,000
-            (``default_density``).  The group's first rank reports the choice once.
+            selects entries.  None means 1 %, and more for models below a million parameters, up to 100 %
+            at 46,000 parameters (``default_density``).  The group's first rank reports the choice once.
         exchange: "gradients", "updates", or "auto", which exchanges updates if an optimizer other than
             SGD is given, or an ``algorithm`` that only exchanges updates.  The group's first rank reports
             once what is exchanged and why, and how the optimizer's steps are treated.
@@ -139,7 +139,7 @@ def attach(
     ``attach`` says so.
 
     Cost: one thread, one gloo process group, and zmq's sockets.  Memory for gradients: n elements for the
-    residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); dense steps take 2 n more.
+    residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); a dense step takes 2 n more.
     Memory for updates: 2 n elements, for the shared weights and the residual, and the messages of an
     exchange, 0.2 n at the default's 2 bits.  ``OuterStep`` says which settings take more;
     ``benchmarks/memory_gpt.md`` has measurements.

@@ -216,8 +216,8 @@ class Handle(ABC):
 
         An exchange in flight is finished first, within the transport's timeout, because peers may
         be waiting for it.  If updates are exchanged, the handle warns when replicas still differ (call
-        ``finish`` first).  Each rank then keeps its own optimizer moments, with which equal gradients
-        would drive replicas apart.  Before you train on with plain DDP, give all ranks the moments of one
+        ``finish`` first).  Each rank then keeps its own optimizer moments, so even equal gradients would
+        drive replicas apart.  Before you continue with plain DDP, give all ranks the moments of one
         rank, or new ones.
 
         Calling this is optional: the end of the process and the end of the model both close the handle.

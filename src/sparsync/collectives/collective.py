@@ -36,8 +36,8 @@ class Reduced:
 
     Attributes:
         total: the sum, bit-identical on every rank.
-        delivered: this rank's share of the total, which may have entries at other elements.  Selected
-            entries that are missing from it were dropped in flight and stay in the residual.
+        delivered: this rank's share of the total; it may also have entries where the total has none.
+            Selected entries that the share lacks were dropped in flight and stay in the residual.
         lost: the part of ``delivered`` that a codec rounded away and that no rank keeps, as some papers
             specify.  It is None if nothing is lost, which is almost always the case.
     """
@@ -54,8 +54,8 @@ class Collective(Stateful):
     the same on every call.
 
     Attributes:
-        operation: the reduction.  Elements that a sparse vector does not store have its neutral element
-            as their value.
+        operation: the reduction.  Elements that a sparse vector does not store have the operation's
+            neutral element as their value.
         result: the kind of total, which determines the lower bound that costs are compared with.
         by_runs: whether the collective reads a dense vector only through ``DenseVector.run``, never
             as a whole.

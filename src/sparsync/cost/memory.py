@@ -4,8 +4,8 @@ Training needs memory for the weights, the gradients, DDP's buckets, and the opt
 ``attach`` adds, depending on whether gradients or updates are exchanged::
 
     gradients   the residual, n words, and 12 bytes for each of k entries
-    updates     the shared weights and the residual, n words each, and an exchange's messages: a few
-                bits per element, of which an exchange holds three per element
+    updates     the shared weights and the residual, n words each, and the messages that an exchange
+                holds: three values of a few bits per element
 
 For a GPT with 124 million parameters, measured additions were 1.1 words per parameter for gradients, and
 2.0 to 2.1 for updates (``benchmarks/memory_gpt.md``).
@@ -30,7 +30,7 @@ _REPLICA: Final = 3  # weights, gradients, DDP's buckets
 _ENTRY: Final = 12  # bytes of a selected entry: its index, its value, its position in a message
 # the default for models above a million parameters: 2 bits per element, and a scale of 16 bits per block
 _BITS: Final = 2 + 16 / 512
-_MESSAGES: Final = 3  # an exchange's own message, and those of both rounds that it holds
+_MESSAGES: Final = 3  # an exchange holds its own message, and the messages of both rounds
 
 
 @dataclass(frozen=True)

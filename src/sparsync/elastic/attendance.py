@@ -181,8 +181,8 @@ class Attendance:
     def outside_steps(self) -> Iterator[None]:
         """Return a context in which this rank takes part in an exchange outside of its loop's steps.
 
-        The rank does not catch up in such an exchange.  It would take over the others' schedulers, which
-        their loops step after the exchange, but its own loop does not.
+        The rank does not catch up in such an exchange.  Otherwise, it would take over the others'
+        schedulers.  Their loops step these after the exchange, but this rank's own loop does not.
         """
         self._outside = True
         try:
@@ -328,7 +328,7 @@ class Attendance:
             time.sleep(max(began + _PAUSE - time.monotonic(), 0))
 
     def _again(self, error: CommunicationError) -> Quorum:
-        """Abandon the exchange, make the others abandon it too, and return the next quorum."""
+        """Abandon the exchange, make the others do the same, and return the next quorum."""
         # give up first, because otherwise the others may wait until their deadline for this rank's
         # messages
         self.group.comm.give_up()

@@ -51,7 +51,7 @@ class Notice:
         self._listen()
 
     def _listen(self) -> None:
-        """Receive the signal on a thread, too, because handlers wait until native code returns.
+        """Also receive the signal on a thread, because handlers wait until native code returns.
 
         Python writes the numbers of signals to a single pipe.  If the program already uses this pipe, as
         asyncio does, only the handler receives the signal.

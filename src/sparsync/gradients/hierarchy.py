@@ -48,9 +48,9 @@ def grid_of(
 ) -> list[list[int]]:
     """Return the global ranks of every node, ascending.
 
-    With "node", a node consists of the ranks that the launcher started on a machine.  It numbers them
-    consecutively, and LOCAL_WORLD_SIZE is their number.  A mesh has two dimensions, (nodes, ranks of a
-    node).
+    With "node", a node consists of the ranks that the launcher started on a machine.  The launcher
+    numbers these ranks consecutively, and states how many there are in LOCAL_WORLD_SIZE.  A mesh has two
+    dimensions, (nodes, ranks of a node).
 
     Example:
         >>> grid_of("node", [0, 1, 2, 3], {"LOCAL_WORLD_SIZE": "2"})

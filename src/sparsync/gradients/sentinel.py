@@ -53,7 +53,7 @@ class Sentinel:
 
     Cost, every ``period`` steps: two passes over the compared memory, one wait for a GPU, and a message
     of 16 bytes per rank.  If a replica is split over ranks, there is one more message
-    (``docs/checkpoints.md`` has seconds).
+    (``docs/checkpoints.md`` gives times).
     """
 
     period: int = 100

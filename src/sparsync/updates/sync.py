@@ -611,7 +611,7 @@ class UpdateSync(Handle):
             )
 
     def _advise(self) -> None:
-        """Tell the user if plain DDP would be about as fast, because it loses no accuracy."""
+        """Tell the user if plain DDP, which loses no accuracy, would be about as fast."""
         seconds = (time.perf_counter() - self._started) / _ADVISED
         waited, dense = self._carrier.waited / _ADVISED, self._dense_seconds()
         if dense < max(_NEGLIGIBLE * seconds, waited):

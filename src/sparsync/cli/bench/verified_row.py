@@ -173,9 +173,9 @@ class Verdict(NamedTuple):
 
     Attributes:
         wrong: entries of the total that differ between ranks or from the sum of delivered entries.
-        law_error: error of the law of conservation: the largest |sum(accumulated) - total -
-            sum(residual) - sum(lost)| in units of its tolerance ``(P + 2) 2^-24 sum
-            (max(|accumulated|, |delivered|) + |lost|)``; above 1, the law is broken.
+        law_error: the largest |sum(accumulated) - total - sum(residual) - sum(lost)| in units of its
+            tolerance ``(P + 2) 2^-24 sum (max(|accumulated|, |delivered|) + |lost|)``.  Above 1, the law
+            of conservation is broken.
         entries: entries of the total / min(k, entries of the sum of selections); 1 if dense.
     """
 

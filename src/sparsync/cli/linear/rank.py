@@ -38,7 +38,7 @@ __all__ = ["predict", "simulate_all", "train_all"]
 
 @dataclass
 class _Report:
-    """The measurements of one training on one rank; lists have one value per epoch."""
+    """The measurements of one training run on one rank; lists have one value per epoch."""
 
     rows: int  # training rows over all ranks
     dimensions: int
@@ -211,7 +211,7 @@ async def _train(
 
 
 def _save(settings: LinearSettings, exchange: str, solver: Solver, shard: Shard) -> None:
-    """Write a single model: exchanges are lossless, so all of them lead all ranks to the same one."""
+    """Write a single model: exchanges are lossless, so every run gives all ranks the same model."""
     if settings.save is None or solver.comm.rank or exchange != settings.exchanges[0]:
         return
     meaning = {"labels": shard.known, "positive": shard.positive, "base": shard.base}

@@ -1,4 +1,4 @@
-"""Ok-Topk: a sparse allreduce with O(k) volume on any number of ranks, which can reuse thresholds.
+"""Ok-Topk: a sparse allreduce with O(k) volume on any number of ranks; it can reuse thresholds.
 
 Shigang Li and Torsten Hoefler, `Near-Optimal Sparse Allreduce for Distributed Deep Learning
 <https://doi.org/10.1145/3503221.3508399>`_, PPoPP 2022 (27th ACM SIGPLAN Symposium on Principles and

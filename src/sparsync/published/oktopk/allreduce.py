@@ -432,8 +432,8 @@ def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
 
     The bound holds if supports do not change from one step to the next (the paper: for 64 steps).
     Headers and histograms have no separate term.  If ``k / P >= 256``, the bound leaves room for them.
-    Only if P = 2, supports are disjoint and one rank's values dominate, the entries alone take all 4 k
-    words.
+    There is one exception: if P = 2, supports are disjoint and one rank's values dominate, the entries
+    alone take all 4 k words.
 
     Example:
         >>> [bound_words(1000, 4, exchangeable=e) for e in (True, False)]

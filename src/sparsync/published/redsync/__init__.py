@@ -151,7 +151,7 @@ Differs from the paper
   gives no size.
 * **Weight decay reaches the residual**.  Algorithm 4 adds it to a gradient that is never used afterwards.
 * **Nesterov momentum** is PyTorch's, ``U = m (U + g); V = V + U + g``, so training at density 1 is
-  identical to ``torch.optim.SGD``.  Algorithm 4 adds g to V once more.
+  identical to ``torch.optim.SGD``.  Algorithm 4 adds g to V a second time.
 * **Masking skips parameters that are exchanged dense**, because they are never delayed.
 * **Local gradients are clipped to sqrt(P) times the norm**.  The paper's N^-1/2 applies to gradients
   that have already been divided by N.  With ``clip_norm="previous"``, clipping allows overlap with the

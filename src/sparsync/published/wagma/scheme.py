@@ -96,8 +96,8 @@ class Wagma(Accompanied):
     than tau steps old.
 
     A stale model undoes part of its group's progress.  If the steps of eight ranks vary by only 1 %, 35
-    to 42 % of the updates are lost (``benchmarks/averaging-convergence.md``); ``grouping="synchronous"``
-    keeps all of them.
+    to 42 % of the updates are lost (``benchmarks/averaging-convergence.md``).  With
+    ``grouping="synchronous"``, none are lost.
 
     Args:
         group_size: S; default: about sqrt(P) (``default_group_size``).  If S does not divide P, group

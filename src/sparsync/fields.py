@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 STATE_VERSION: Final = 3
-"""To be incremented when an older state of any kind would be misread; ranks compare it on ``attach``."""
+"""Increment this if older states of any kind would be misread; ranks compare it in ``attach``."""
 
 STATE_KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -35,7 +35,7 @@ ENTRY_BYTES = 2 * WORD_BYTES  # index and float32 value
 COUNT_BYTES = 8  # counts, lengths and boundaries are sent as 64-bit integers
 
 Result = Literal["top-k", "sum", "whole"]
-"""The total of a collective: the k largest of the sum, the sum of sparse vectors, or of whole ones."""
+"""A collective's total: the k largest entries of the sum, or a sum of sparse or of whole vectors."""
 
 
 class Job(NamedTuple):

@@ -38,7 +38,7 @@ Rates = list[list[dict[str, Any]]]
 """The settings of all optimizers' groups, without parameters: learning rates, decay, ..."""
 
 Taken = dict[int, list[tuple[int, list[dict[str, Any]]]]]
-"""By exchange, the optimizer steps after it, in order: the optimizer's number, its groups' rates."""
+"""For each exchange, the optimizer steps after it, in order: the optimizer's number and its rates."""
 
 Kept = tuple[Tensor, Tensor] | Tensor | None
 """A gradient; if most of it is zero, its nonzero indices and their values."""

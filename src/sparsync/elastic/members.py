@@ -550,7 +550,7 @@ class Members:
                 for residual, delivered in zip(reducer.residuals, self._delivered, strict=True):
                     whole = type(delivered) is DenseVector
                     if self.deals or (whole and delivered.values is residual.accumulated):
-                        # copy the values, because the buffer goes on accumulating gradients
+                        # copy the values, because the buffer keeps accumulating gradients
                         delivered = DenseVector(residual.accumulated.clone())
                     minus.append(delivered)
             while len(self._parts) >= _ATTEMPTS:

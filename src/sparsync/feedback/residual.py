@@ -19,7 +19,7 @@ from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
 __all__ = ["Growth", "Residual", "Runs"]
 
-# growth by so many octaves, within so many windows, is excessive
+# growth by this many octaves within this many windows is excessive
 _OCTAVES, _MEMORY = 2.0, 8
 
 # A function that returns elements [start, stop) of a gradient, in separate memory. It also gets the

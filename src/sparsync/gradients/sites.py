@@ -24,7 +24,7 @@ from sparsync.transports.process_group import Groups
 __all__ = ["PairTimes", "measured_sites", "sites_of", "time_pairs"]
 
 PairTimes = Mapping[tuple[int, int], float]
-"""Seconds of a message between two ranks, averaged over both directions; keys are (lower, higher)."""
+"""Seconds that a message takes between two ranks, (lower, higher); the mean of both directions."""
 
 # the smallest ratio that separates two kinds of links; noise of +-30 % alone gives 1.3 / 0.7 = 1.9
 _GAP: Final = 3.0

@@ -41,7 +41,7 @@ TOGETHER: Final = 4
 _MOMENTS: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})  # in the state of Adam and AdamW
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
 _RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
-# elements; joining tensors of up to this size costs no more than Python's overhead per tensor
+# Tensors of up to this many elements are joined, which costs no more than Python's overhead per tensor.
 _SMALL: Final = 1 << 13
 _JOINED: Final = 64  # number of small tensors that are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known

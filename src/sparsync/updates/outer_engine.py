@@ -234,7 +234,8 @@ class OuterEngine(Stateful):
     async def resume(self) -> None:
         """Complete a step whose wait was broken off, e.g. by ``KeyboardInterrupt``.
 
-        The exchange goes on meanwhile, and the other ranks apply it.  Call this before weights change.
+        The exchange has continued meanwhile, and the other ranks apply it.  Call this before the weights
+        change.
         """
         if self._left_off is not None:
             (step, begins), self._left_off = self._left_off, None

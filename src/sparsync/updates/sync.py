@@ -403,7 +403,7 @@ class UpdateSync(Handle):
             )
 
     def _note_idle(self, what: str) -> None:
-        """Warn once if training goes on without local steps, so that nothing is exchanged."""
+        """Warn once if training continues without local steps, so that nothing is exchanged."""
         self._idle += 1
         if self._idle == _IDLE and self.reducer.comm.rank == 0:
             say(f"replicas drift apart: {_IDLE} times in a row there was {what}")
@@ -672,7 +672,7 @@ class UpdateSync(Handle):
     def finish(self) -> None:
         """Exchange everything that is left and make replicas equal.
 
-        All ranks call this, and may train on afterwards.
+        All ranks call this, and may continue training afterwards.
         """
         self._own.check("finish()")
         run(self.outer.resume())
@@ -862,7 +862,7 @@ class _Carried(Operation):
     if the process ends before the exchange has been applied.
 
     Attributes:
-        goes_on: whether the last wait was broken off, e.g. by Ctrl-C, so that the exchange goes on.
+        goes_on: whether the last wait was broken off, e.g. by Ctrl-C, while the exchange continues.
     """
 
     def __init__(self, future: Future[float], carrier: Carrier) -> None:

@@ -167,7 +167,7 @@ METHODS: Final = (
     ),
     Method("sparse", Recipe("sparse gradients"), _ALL, "attach(model, algorithm=...)"),
 )
-"""The simplest first.  Of sparse gradients one, which stands for the fastest collective."""
+"""All methods, the simplest first.  "sparse" stands for sparse gradients with the fastest collective."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _LAYOUT: Final = struct.Struct("<IIqQ")
-# versions per step: the last one is that of the step's round, the others are for calls of ``finish``
+# number of versions per step: the last one is the step's round, the others are for calls of ``finish``
 _VERSIONS: Final = 1 << 20
 # for how many versions an agent remembers which ranks it has told of a round
 _REMEMBERED: Final = 32 * _VERSIONS

@@ -140,7 +140,8 @@ async def check_replicas(
     """
     # An error is held back until the other parts know of it. They compare with other peers, so they may
     # find nothing wrong. They would then continue training, or wait for this rank in the next step.
-    said, failure, comms = "", None, [] if parts is None else [parts]
+    said, severity, comms = "", _FINE, [] if parts is None else [parts]
+    failure: CommunicationError | None = None
     try:
         said = await _compare(sentinel, comm, tensors, place, comm.rank if rank is None else rank)
         severity = _REPORTED if said else _FINE

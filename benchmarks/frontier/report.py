@@ -387,7 +387,8 @@ def write_report(rows: Sequence[dict[str, Any]], out: Path, drawn: Path) -> bool
         "the held-out samples; the fewest of all the method's runs, whatever their length. Seconds: the",
         "time of these steps, measured in short runs in the lab; computation: forward, backward and",
         "optimizer on all ranks at once, without exchange; hidden: the share of the exchanges' time for",
-        "which training did not wait.",
+        'which training did not wait. "updates" is the default of models from a million parameters;',
+        "smaller ones send more bits, on every step (`benchmarks/schedules.md`).",
     ]
     for section in sections:
         lines += written(section)

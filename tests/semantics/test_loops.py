@@ -419,7 +419,7 @@ def test_momentum(column):
 
 practice(
     "momentum correction (`correction=`)",
-    attach="works. At density 1 it equals torch's momentum. "
+    attach="works. At density 1 with `masking=False`, it equals torch's momentum. "
     "(tests/distributed/test_ddp.py::test_momentum_correction_under_ddp)",
 )
 

@@ -1,10 +1,10 @@
 """Build the site beyond ``mkdocs.yml``: pages that the code writes, the rest of the navigation, links.
 
-* ``on_config``: the addresses of the site and the repository come from ``pyproject.toml``, and every page
-  is in the navigation: a page of ``docs/`` that nobody listed under REST, one
-  that the code writes in the section that ``SECTIONS`` names;
-* ``on_files``: a page per paper's room, algorithm, scheme of averaging and package of the API;
-* ``on_page_markdown``: where a page names another one as ``docs/NAME.md``, or a room, that is a link.
+* ``on_config``: takes the addresses of the site and the repository from ``pyproject.toml``, and puts
+  every page into the navigation: unlisted pages of ``docs/`` under ``REST``, and pages that the code
+  writes into the sections that ``SECTIONS`` names;
+* ``on_files``: adds a page for each paper's room, algorithm, averaging scheme and API package;
+* ``on_page_markdown``: turns the name of another page (``docs/NAME.md``) or of a room into a link.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SECTIONS: Mapping[str, str] = {
     "Baselines": "baselines",
     "API": "api",
 }
-"""Sections of the navigation, and their pages: presets or schemes of the core, a room, the API."""
+"""The navigation's sections and their pages: the core's presets or schemes, a room, or the API."""
 
 _NAMED = re.compile(r"(?<![\[`])`(?:docs/([\w-]+\.md)|sparsync\.published\.(\w+))`(?!`)")
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Complete the navigation and the addresses."""
+    """Complete the navigation, and set the addresses of the site and the repository."""
     named = addresses()
     config.site_url, config.repo_url = named["Documentation"], named["Repository"]
     config.repo_name = "/".join(named["Repository"].split("/")[-2:])
@@ -50,7 +50,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def addresses() -> dict[str, str]:
-    """Return ``[project.urls]`` of ``pyproject.toml``, the only place that has them."""
+    """Return ``[project.urls]`` of ``pyproject.toml``, the only place that states the addresses."""
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     table = text.split("[project.urls]")[1].split("[project.scripts]")[0]
     return dict(re.findall(r'^(\w+) = "(.*)"$', table, re.MULTILINE))
@@ -64,16 +64,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Link the documents that a page names."""
+    """Turn the names of documents in a page into links."""
     known = {file.src_uri for file in files.documentation_pages()}
     return link_documents(markdown, page.file.src_uri, known)
 
 
 def generated() -> dict[str, str]:
-    """Return the pages that the code writes, by their paths; made once per process."""
+    """Return the pages that the code writes, by path; they are made once per process."""
     if not _made:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # thousands of small vectors, on virtual ranks
+        torch.set_num_threads(1)  # the examples use thousands of small vectors
         for part in (rooms, algorithms, schemes, reference):
             _made.update(part.pages())
         torch.set_num_threads(threads)
@@ -84,12 +84,12 @@ _made: dict[str, str] = {}
 
 
 def complete(nav: list[Any], present: list[str], sections: Mapping[str, list[str]]) -> list[Any]:
-    """Return the navigation without pages that are not there, and with all that are.
+    """Return the navigation without missing pages, and with every existing page.
 
     Args:
-        nav: of ``mkdocs.yml``.
+        nav: the navigation from ``mkdocs.yml``.
         present: names of the files in ``docs/``.
-        sections: paths of the pages that the code writes, by the title of their section.
+        sections: paths of the pages that the code writes, by section title.
     """
     listed = set(_pages_of(nav))
     others = [name for name in present if name not in listed]
@@ -99,7 +99,7 @@ def complete(nav: list[Any], present: list[str], sections: Mapping[str, list[str
             return content if content in present else None
         inner = [item if isinstance(item, str) else _entry(filled, item) for item in content]
         kept = [item for item in inner if item and (isinstance(item, dict) or item in present)]
-        first, *more = sections.get(title) or [None]  # an index stands first
+        first, *more = sections.get(title) or [None]  # an index page comes first
         return [p for p in [first, *kept, *more, *(others if title == REST else [])] if p]
 
     return [entry for item in nav if (entry := _entry(filled, item))]
@@ -112,7 +112,7 @@ def _entry(filled: Callable[[str, Any], Any], item: Mapping[str, Any]) -> dict[s
 
 
 def sections() -> dict[str, list[str]]:
-    """Return the pages that the code writes, by the title of their section."""
+    """Return the paths of the pages that the code writes, by section title."""
     return {title: _pages_in(what) for title, what in SECTIONS.items()}
 
 
@@ -134,11 +134,11 @@ def _pages_of(nav: list[Any]) -> Iterator[str]:
 
 
 def link_documents(markdown: str, source: str, known: set[str]) -> str:
-    """Turn the names of documents into links, outside of fenced code.
+    """Turn the names of documents into links, except in fenced code.
 
     Args:
-        markdown: of a page.
-        source: its path in the site.
+        markdown: the text of a page.
+        source: the page's path in the site.
         known: paths of all pages.
     """
     here = posixpath.dirname(source)

@@ -1,4 +1,4 @@
-"""Write the pages of the site that state facts of the code and its tables, as Markdown.
+"""Write the site's pages on algorithms, schemes, rooms and the API as Markdown, from the code itself.
 
-No page of an algorithm is written by hand.  ``docs/hooks.py`` adds these pages when the site is built.
+No algorithm's page is written by hand.  ``docs/hooks.py`` adds these pages when the site is built.
 """

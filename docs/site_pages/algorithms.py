@@ -1,4 +1,4 @@
-"""One page per preset, and the table of all of them."""
+"""One page per preset, and the table of all presets."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["attach_line", "overview", "page", "pages"]
 _SIZE = 14_728_266  # VGG-16 on CIFAR-10, as in Ok-Topk's table 1
 _K = 147_283  # 1 %
 _RANKS = (8, 64)
-_UNPREDICTABLE = "it is whichever of the others a plan chooses"
+_UNPREDICTABLE = "it runs the algorithm that a plan chooses"
 _BOUNDS = MappingProxyType(
     {"top-k": "Theorem 3.1", "sum": "Lemmas 5.1 and 5.2", "whole": "Lemma 5.1 where k = n"}
 )
 
 
 def pages() -> dict[str, str]:
-    """Return every page by its path in the site."""
+    """Return all pages by their paths in the site."""
     made = {f"algorithms/{name}.md": page(name) for name in PRESETS}
     return {"algorithms/index.md": overview(), **made}
 
 
 def overview() -> str:
-    """Return the table of all presets, those that send least on eight ranks first."""
+    """Return the table of all presets, sorted by the volume that they send on eight ranks."""
     head = [
         table_row("name", "from", "words per k", "messages", "against dense, 1 Gbit/s"),
         table_row(*["---"] * 5),
@@ -46,18 +46,17 @@ def overview() -> str:
         [
             "# Algorithms",
             "",
-            f"Predicted for n = {_SIZE:,} elements, k = {_K:,} (density 1 %), on 8 / 64 ranks: what the "
-            "busiest rank sends or receives, in words of 4 bytes per entry asked for; the messages "
-            "that it sends one after the other; and how many times as fast as dense a step is "
-            "predicted to be where each rank has a core of its own "
-            "([the model](../planning.md#the-model)).",
+            f"Predicted for n = {_SIZE:,} elements, k = {_K:,} (density 1 %), on 8 / 64 ranks: the "
+            "volume that the busiest rank sends or receives, in words of 4 bytes per selected entry; the "
+            "number of messages that it sends one after the other; and the speed-up of a step over dense, "
+            "if each rank has its own core ([the model](../planning.md#the-model)).",
             "",
             *head,
             *rows,
             "",
-            "A preset is a name for a selector, a collective and a codec, with its paper's constants. "
-            "Which one for which network: [choosing](../choosing.md). Averages of models instead of "
-            "gradients: [schemes](../schemes/index.md).",
+            "A preset is a named combination of a selector, a collective and a codec, with its paper's "
+            "constants. [Choosing](../choosing.md) says which preset suits which network. "
+            "[Schemes](../schemes/index.md) average models instead of gradients.",
             "",
         ]
     )
@@ -96,7 +95,7 @@ def page(name: str) -> str:
 
 
 def attach_line(name: str) -> str:
-    """Return how a training script asks for it."""
+    """Return the line with which a training script attaches this preset."""
     algorithm = resolve(name)
     density = "" if algorithm.make_selector is Everything else ", density=0.01"
     momentum = ", correction=sparsync.Correction(momentum=0.9)" if preset(name).corrects else ""
@@ -107,7 +106,7 @@ def attach_line(name: str) -> str:
 
 
 def _classes(algorithm: Algorithm) -> list[type]:
-    """Return the selector's class, those that it wraps, and the collective's."""
+    """Return the classes of the selector, of any selectors that it wraps, and of the collective."""
     made: list[Any] = [algorithm.make_selector()]
     while hasattr(made[-1], "make_selector"):
         made.append(made[-1].make_selector())
@@ -145,7 +144,7 @@ def _references(name: str, algorithm: Algorithm) -> list[str]:
     said = [docstrings.parts(part).get("References") for part in _classes(algorithm)]
     return [
         f"- {linked(docstrings.as_markdown(text))}" for text in dict.fromkeys(said) if text
-    ] or ["None: it is sparsync's own."]
+    ] or ["None: this algorithm is sparsync's own."]
 
 
 # ---- cost -------------------------------------------------------------------------------------------
@@ -173,10 +172,10 @@ def _cost(name: str, algorithm: Algorithm) -> list[str]:
         rows.append(table_row(ranks, *cells, f"{bound_words(candidate.result, job):,.0f}"))
     return [
         *said,
-        f"The closed form ({linked(candidate.source)}) for n = {_SIZE:,} and k = {_K:,}, of the busiest "
-        f"rank, in words of 4 bytes; the bound is that of {_BOUNDS[candidate.result]}. "
-        "A turn is a wait for others after "
-        "work of one's own ([the model](../planning.md#the-model)).",
+        f"The closed form ({linked(candidate.source)}) for n = {_SIZE:,} and k = {_K:,}, for the "
+        f"busiest rank, in words of 4 bytes; the bound comes from {_BOUNDS[candidate.result]}. "
+        "A turn is a wait for other ranks that follows a rank's own work "
+        "([the model](../planning.md#the-model)).",
         "\n".join(rows),
     ]
 
@@ -186,7 +185,7 @@ def _words(name: str, ranks: int) -> float:
 
 
 def _candidate(name: str) -> Algorithm | None:
-    """Return a preset's algorithm; None: it declares no cost."""
+    """Return a preset's algorithm, or None if it declares no cost."""
     algorithm = resolve(name)
     return algorithm if algorithm.predictable else None
 
@@ -196,7 +195,7 @@ def _volume(name: str) -> float:
 
 
 def _gain(name: str, network: str, ranks: int) -> float:
-    """Return how many times as fast as dense a step is predicted to be."""
+    """Return the predicted speed-up of a step over dense."""
     machine = machine_on(network)
     dense, made = (
         predict(resolve(collective), size=_SIZE, k=_K, world_size=ranks, machine=machine)
@@ -209,7 +208,7 @@ def _overview_cells(name: str) -> list[str]:
     origin = linked(algorithm_rows()[name][0])
     candidate = _candidate(name)
     if candidate is None:
-        return [origin, *["of the chosen one"] * 3]
+        return [origin, *["depends on the choice"] * 3]
     costs = [candidate.cost(Job(_SIZE, _K, ranks)) for ranks in _RANKS]
     return [
         origin,
@@ -222,13 +221,13 @@ def _overview_cells(name: str) -> list[str]:
 def _when(name: str) -> list[str]:
     if name == "dense":
         return [
-            "Where the network is faster than selection: [the table](../choosing.md) says from where on. "
-            "All others are compared with it."
+            "Use it where the network is faster than selection; [the tables](../choosing.md) show where "
+            "that is. All other algorithms are compared with it."
         ]
     if _candidate(name) is None:
         return [
-            f"Nothing can be predicted for it alone: {_UNPREDICTABLE}. "
-            "[The decision table](../choosing.md) shows what it chooses on typical networks."
+            f"No prediction is possible for this preset alone: {_UNPREDICTABLE}. "
+            "[The tables](../choosing.md) show its choices on typical networks."
         ]
     rows = [table_row("network", *(f"P = {ranks}" for ranks in _RANKS)), table_row(*["---"] * 3)]
     for network in NETWORKS:
@@ -237,22 +236,24 @@ def _when(name: str) -> list[str]:
             table_row(network, *(f"{g:.2g} x" if g > 1 else f"**{g:.2g} x**" for g in gains))
         )
     return [
-        f"{_limits(name)} How many times as fast as dense a step is predicted to be at 1 % "
-        "(bold: do not use it there):",
+        f"{_limits(name)} The table shows the predicted speed-up of a step over dense at a density of "
+        "1 % (bold: do not use this preset there):",
         "\n".join(rows),
-        "Of several that are faster than dense, [the table](../choosing.md) names the fastest. "
-        "[How well this predicts](../planning.md#how-well-it-predicts).",
+        "If several algorithms are faster than dense, [the tables](../choosing.md) name the fastest. "
+        "These predictions were [compared with measurements](../planning.md#how-well-it-predicts).",
     ]
 
 
 def _limits(name: str) -> str:
-    """Say up to which bandwidth it beats dense."""
+    """Return a sentence that says up to which bandwidth a preset beats dense."""
     limits = []
     for ranks in _RANKS:
         machine = machine_on("1 Gbit/s")
         candidates = [resolve(one) for one in ("dense", name)]
         rate = plan(_SIZE, ranks, machine, candidates, k=_K).break_even_bandwidth
-        if candidates[1].result == "whole":  # the planner compares dense with what selects
+        if (
+            candidates[1].result == "whole"
+        ):  # the planner compares dense only with sparse ones
             gains = [_gain(name, network, ranks) > 1 for network in NETWORKS]
             return "Every element travels." if any(gains) else "Dense is as fast, or faster."
         at = "at any" if rate is None else f"below {format_bandwidth(rate)}" if rate else "at no"
@@ -277,7 +278,7 @@ def _options(name: str, algorithm: Algorithm) -> str:
 
 
 def _default(row: Preset, algorithm: Algorithm, parameter: inspect.Parameter) -> Any:
-    """Return an option's default: a preset may pass another on than its collective has."""
+    """Return an option's default; the preset may set another one than its collective does."""
     if parameter.name in inspect.signature(row.make).parameters:
         return parameter.default
     passed = getattr(algorithm.make_collective(), parameter.name, parameter.default)

@@ -1,4 +1,4 @@
-"""The decision tables of ``docs/choosing.md``, from the planner's own numbers.
+"""The decision tables of ``docs/choosing.md``, computed by the planner.
 
 python docs/site_pages/choosing.py           # print them
 python docs/site_pages/choosing.py --write   # put them into docs/choosing.md
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import MappingProxyType
 
-if __name__ == "__main__":  # as a command it is no part of a package
+if __name__ == "__main__":  # run as a command, this file is not part of a package
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from site_pages.tables import ROOT, table_row
@@ -23,7 +23,7 @@ __all__ = ["DENSITIES", "NETWORKS", "PAGE", "RANKS", "SIZES", "machine_on", "tab
 
 PAGE = ROOT / "docs" / "choosing.md"
 
-# bits per second, and seconds per message: Ethernet through one switch, as network cards are sold
+# bits per second and seconds per message, for Ethernet through one switch at the usual rates
 NETWORKS = MappingProxyType(
     {
         "100 Mbit/s": (100e6, 100e-6),
@@ -42,30 +42,32 @@ SIZES = (
 DENSITIES = (0.001, 0.01, 0.1)
 COMPUTE = (0.0, 0.02, 0.1, 0.5, 2.0)  # seconds of a forward and backward pass
 _COMPUTED_SIZE, _COMPUTED_RANKS, _COMPUTED_DENSITY = "134 M", 8, 0.01
-_TURN = 5e-3  # seconds: a time slice of the system's, where ranks share cores
+_TURN = (
+    5e-3  # seconds: a time slice of the operating system, which a wait costs if ranks share cores
+)
 
 _MARKED = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def machine_on(network: str, **more: float) -> Machine:
-    """Return a machine on one of ``NETWORKS`` whose ranks have the work of one core each."""
+    """Return a machine on one of ``NETWORKS`` whose ranks have one core each."""
     bits, alpha = NETWORKS[network]
     return Machine(alpha=alpha, beta=8 / bits, **more)
 
 
 def tables() -> dict[str, str]:
-    """Return every table by the name of its marks in the page."""
+    """Return all tables by the names of their marks in the page."""
     return {"density": _by_density(), "compute": _by_compute(), "turn": _by_turn()}
 
 
 def written(page: str) -> str:
-    """Return the page with its tables as they are now."""
+    """Return the page with new tables."""
     made = tables()
     return _MARKED.sub(lambda mark: f"{mark[1]}\n{made[mark[2]]}\n{mark[3]}", page)
 
 
 def _cell(made: Plan, compute: float = 0.0) -> str:
-    """Name the winner, and how many times as fast as with dense a step is."""
+    """Return the winner's name and its speed-up over dense."""
     if made.choice == "dense":
         return "**dense**"
     gain = (made.dense.seconds + compute) / (made.table[0].seconds + compute)

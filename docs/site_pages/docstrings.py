@@ -1,4 +1,4 @@
-"""Docstrings in parts, and as Markdown."""
+"""Divide docstrings into their parts, and convert them to Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def parts(documented: Any) -> dict[str, str]:
-    r"""Divide a docstring at its labels; what stands before the first one is under "".
+    r"""Divide a docstring at its labels; the key "" holds the text before the first label.
 
     Example:
         >>> def f(): "Sums.\n\nCost: 2 messages.   State: none.\n\nReferences: X, 2020."
@@ -51,7 +51,7 @@ def summary(documented: Any) -> str:
 
 
 def arguments(documented: Any) -> dict[str, str]:
-    r"""Return what a docstring says of every argument.
+    r"""Return a docstring's description of every argument.
 
     Example:
         >>> def f(): "Sums.\n\nArgs:\n    a: the one,\n        and more.\n    b: the other."
@@ -63,14 +63,14 @@ def arguments(documented: Any) -> dict[str, str]:
 
 
 def as_markdown(text: str) -> str:
-    """Turn the few marks of reStructuredText in docstrings into those of Markdown.
+    """Convert the reStructuredText marks that occur in docstrings to Markdown.
 
     Example:
         >>> as_markdown("``a`` in `Paper <https://example.org>`_, as follows::")
         '`a` in [Paper](https://example.org), as follows:'
     """
     text = _LINK.sub(lambda link: f"[{' '.join(link[1].split())}]({link[2]})", text)
-    lines, literal = [], None  # the indentation that a literal block exceeds
+    lines, literal = [], None  # lines of a literal block are indented further than this
     for line in _with_tables(text.split("\n")):
         indent = len(line) - len(line.lstrip())
         if literal is not None and line.strip() and indent <= literal:
@@ -83,7 +83,7 @@ def as_markdown(text: str) -> str:
 
 
 def _with_tables(lines: list[str]) -> Iterator[str]:
-    r"""Rewrite simple tables, with a head or without; a row goes on where its first cell is empty.
+    r"""Rewrite simple tables, with or without a head; a line with an empty first cell continues a row.
 
     Example:
         >>> list(_with_tables(["== ==", "a  b", "== ==", "1  2", "   3", "== ==", "", "end"]))
@@ -98,7 +98,7 @@ def _with_tables(lines: list[str]) -> Iterator[str]:
             continue
         starts = [part.start() for part in re.finditer("=+", line)]
         rows: list[list[str]] = []
-        head = 0  # rows above the second rule
+        head = 0  # the number of rows above the second rule
         for inner in rest:
             if not inner.strip():
                 break
@@ -112,7 +112,7 @@ def _with_tables(lines: list[str]) -> Iterator[str]:
                 rows[-1] = [
                     " ".join(filter(None, pair)) for pair in zip(rows[-1], cells, strict=True)
                 ]
-        if not closed:  # two rules: no head
+        if not closed:  # a table with only two rules has no head
             rows.insert(0, [""] * len(starts))
         yield table_row(*rows[0])
         yield table_row(*["---"] * len(starts))

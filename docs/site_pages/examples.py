@@ -1,4 +1,4 @@
-"""The program on every algorithm's page, and what it prints."""
+"""The program on each algorithm's or scheme's page, and its output."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ print(f"{1e3 * ran.seconds:.1f} ms by the virtual clock; without communication a
 
 
 def algorithm_program(name: str) -> str:
-    """Return one step of a preset on eight virtual ranks."""
+    """Return a program that runs one step of a preset on eight virtual ranks."""
     return _ALGORITHM.replace("NAME", name)
 
 
 def scheme_program(name: str) -> str:
-    """Return some steps of a scheme of averaging on eight virtual ranks, one of them late."""
+    """Return a program that averages on eight virtual ranks, of which another is late on each step."""
     return _SCHEME.replace("NAME", name)
 
 
 def output_of(program: str) -> str:
-    r"""Run a program; return what it prints.
+    r"""Run a program and return its output.
 
     Example:
         >>> output_of("print(1 + 1)")

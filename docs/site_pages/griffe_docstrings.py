@@ -1,4 +1,4 @@
-"""What mkdocstrings is to make of this library's docstrings: an extension of griffe."""
+"""A griffe extension that converts this library's docstrings for mkdocstrings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LABEL = re.compile(r"(?:^|(?<=   ))(Cost|State|Differs from the paper|Reference
 
 
 class Docstrings(Extension):
-    """Marks of reStructuredText become Markdown; examples are code, and labels are bold."""
+    """Turns reStructuredText marks into Markdown, examples into code, and labels into bold text."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         """Rewrite one docstring."""

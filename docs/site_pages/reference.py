@@ -1,6 +1,6 @@
-"""The pages of the API: one per public package, one for the modules next to them; from docstrings.
+"""The API's pages, made from docstrings: one per public package, and one for all other modules.
 
-Modules are read, not imported: those for MPI or Triton have pages without MPI or Triton.
+Modules are read, not imported, so modules that need MPI or Triton get pages even if these are missing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ HIDDEN = MappingProxyType(
         "cli": "the command line",
     }
 )
-"""Modules without a page, and why."""
+"""Modules without a page, and the reasons."""
 
 _SOURCE = ROOT / "src" / "sparsync"
-_TOGETHER = "core"  # the modules that are in no package share a page
+_TOGETHER = "core"  # modules outside of packages share one page
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def pages() -> dict[str, str]:
-    """Return every page by its path in the site."""
+    """Return all pages by their paths in the site."""
     groups = _groups()
     return {
         "api/index.md": _index(groups),
@@ -40,7 +40,7 @@ def pages() -> dict[str, str]:
 
 
 def modules() -> dict[str, Path]:
-    """Return the files of all public modules by their names."""
+    """Return the files of all public modules by module name."""
     found = {}
     for path in sorted(_SOURCE.rglob("*.py")):
         first, *rest = path.relative_to(_SOURCE).with_suffix("").parts
@@ -60,14 +60,14 @@ def _groups() -> dict[str, list[str]]:
 
 
 def defined(path: Path) -> list[str]:
-    """Return a module's public names that are its own, and not passed on from another."""
+    """Return the public names that a module itself defines, without those that it imports."""
     return list(_defined(path, path.stat().st_mtime_ns))
 
 
 @functools.cache
 def _defined(
     path: Path, changed: int
-) -> tuple[str, ...]:  # `mkdocs serve` builds changed files again
+) -> tuple[str, ...]:  # keyed by the time of change, because `mkdocs serve` rebuilds changed files
     own: set[str] = set()
     public: list[str] = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -83,20 +83,23 @@ def _defined(
 
 
 def _index(groups: dict[str, list[str]]) -> str:
-    """Return the page of the names that ``import sparsync`` gives."""
+    """Return the page that lists the names of ``import sparsync``."""
     known = modules()
     homes = {name: home for home, path in known.items() for name in defined(path)}
     rows = [table_row("name", "defined in"), table_row("---", "---")]
     for name in sparsync.__all__:
         home = getattr(getattr(sparsync, name), "__module__", homes.get(name))
-        home = homes[name] if home not in known else home  # a constant's is that of its type
+        home = (
+            homes[name] if home not in known else home
+        )  # a constant has its type's ``__module__``
         rows.append(table_row(f"[`sparsync.{name}`][{home}.{name}]", f"`{home}`"))
     parts = [f"- [{_title(name)}]({name}.md): {_about(name)}" for name in groups]
     return "\n".join(
         [
             "# API reference",
             "",
-            "From the docstrings, whose examples are run as tests. `import sparsync` gives:",
+            "These pages come from the docstrings, whose examples are run as tests. "
+            "`import sparsync` provides:",
             "",
             *rows,
             "",
@@ -125,7 +128,9 @@ def _page(name: str, members: list[str]) -> str:
         shown = defined(known[module])
         listed = f"[{', '.join(shown)}]" if shown else "false"
         options = f"    options:\n      members: {listed}"
-        if module in ROOMS and module.startswith("sparsync.published."):  # its page shows it
+        if module in ROOMS and module.startswith(
+            "sparsync.published."
+        ):  # the room has its own page
             options += "\n      show_docstring_description: false"
         blocks.append(f"::: {module}\n{options}")
     return "\n\n".join(blocks) + "\n"

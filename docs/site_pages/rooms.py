@@ -1,4 +1,4 @@
-"""One page per paper's room, from the room's docstring; its presets and schemes belong below it."""
+"""One page per room, from the room's docstring, with links to its presets and schemes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ NAMES = MappingProxyType(
         if room.startswith(_PUBLISHED)
     }
 )
-"""The rooms of papers, and the names that their docstrings begin with."""
+"""The papers' rooms, and the names with which their docstrings begin."""
 
 _TABLES = MappingProxyType({"algorithms": PRESETS, "schemes": SCHEMES})
 _NAMED = re.compile(r"`(sparsync\.[\w.]+)`")
 
 
 def pages() -> dict[str, str]:
-    """Return every page by its path in the site."""
+    """Return all pages by their paths in the site."""
     return {page_of(room): page(room) for room in NAMES}
 
 
@@ -74,7 +74,7 @@ def page(room: str) -> str:
 
 
 def room_of(kind: str, name: str) -> str | None:
-    """Return the room of a paper that declares a row; None: the library's core does.
+    """Return the room that declares a row, or None if the library's core does.
 
     Example:
         >>> room_of("algorithms", "gtopk"), room_of("schemes", "diloco")
@@ -89,16 +89,18 @@ def pages_below(room: str) -> list[str]:
 
 
 def pointer(kind: str, name: str) -> list[str]:
-    """Return a link from the page of a preset or scheme to its room's, if it has one."""
+    """Return a link from the page of a preset or scheme to the page of its room, if it has a room."""
     room = room_of(kind, name)
     if room is None:
         return []
     link = f"[{NAMES[room]}](../{page_of(room)})"
-    return [f"**The paper's page:** {link}: its terms, all differences and their reasons, figures."]
+    return [
+        f"**The paper's page:** {link}: its terms, all differences and their reasons, and figures."
+    ]
 
 
 def called(name: str) -> list[str]:
-    """Return the line of a page with further names of its preset or scheme, if there are some.
+    """Return the line that lists the aliases of a preset or scheme, if there are any.
 
     Example:
         >>> called("redsync-quantized")[0]
@@ -109,7 +111,7 @@ def called(name: str) -> list[str]:
 
 
 def core(kind: str) -> list[str]:
-    """Return the paths of the pages of the core's presets or schemes, the overview first."""
+    """Return the paths of the core's pages on presets or schemes, beginning with the overview."""
     names = [name for name in _TABLES[kind] if room_of(kind, name) is None]
     return [f"{kind}/index.md", *(f"{kind}/{name}.md" for name in names)]
 
@@ -119,7 +121,7 @@ def _module(room: str) -> ModuleType:
 
 
 def _with_code(text: str) -> str:
-    """Fence the indented blocks: programs, or commands."""
+    """Turn indented blocks, which hold programs or commands, into fenced ones."""
 
     def fenced(block: re.Match[str]) -> str:
         code = inspect.cleandoc(block[0])
@@ -129,7 +131,7 @@ def _with_code(text: str) -> str:
 
 
 def _linked_names(text: str) -> str:
-    """Link the modules, classes and functions that are named in full to the API."""
+    """Turn the full names of modules, classes and functions into links to the API."""
     modules = reference.modules()
     shown = {
         f"{module}.{name}": module

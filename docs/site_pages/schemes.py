@@ -1,4 +1,4 @@
-"""One page per scheme of averaging models, and the table of all of them."""
+"""One page per averaging scheme, and the table of all schemes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from sparsync.updates import OuterAverager, OuterStep
 __all__ = ["overview", "page", "pages"]
 
 _SIZE = 8_192  # elements of the model whose bytes are counted
-_STEPS = 8  # where the scheme has no period of its own
-_COMPUTE = 0.1  # virtual seconds of a step: nobody is late
-_SETTLED = 10.0  # virtual seconds after which nothing is under way any more
+_STEPS = 8  # if the scheme has no period
+_COMPUTE = 0.1  # virtual seconds per step, the same on all ranks
+_SETTLED = 10.0  # virtual seconds after which no message is in flight
 _RANKS = (8, 64)
 _GUIDE = (ROOT / "docs" / "averaging.md").read_text(encoding="utf-8")
 
 
 def pages() -> dict[str, str]:
-    """Return every page by its path in the site."""
+    """Return all pages by their paths in the site."""
     made = {f"schemes/{name}.md": page(name) for name in SCHEMES}
     return {"schemes/index.md": overview(), **made}
 
@@ -48,9 +48,10 @@ def overview() -> str:
         [
             "# Schemes of averaging",
             "",
-            "Every rank trains its own model, and models are averaged: [how and when to use that]"
-            "(../averaging.md). Counted on 8 / 64 virtual ranks over a period, with each scheme's own "
-            "defaults: the most that a rank sends or receives per step, in models of n elements.",
+            "Every rank trains its own model, and models are averaged ([how, and when to use it]"
+            "(../averaging.md)). The table shows the most that any rank sends or receives per step, in "
+            "models of n elements, counted on 8 / 64 virtual ranks over a period with each scheme's "
+            "defaults.",
             "",
             *rows,
             "",
@@ -91,7 +92,7 @@ def page(name: str) -> str:
         "## Example",
         "In a training script, with any optimizer:",
         f"```python\n{_usage(name)}```",
-        "On virtual ranks, of which another one is late on every step, and what it prints:",
+        "On virtual ranks, of which a different one is late on every step, with the output:",
         f"```python\n{program}```",
         f"```text\n{output_of(program)}```",
         "## References",
@@ -101,7 +102,7 @@ def page(name: str) -> str:
 
 
 def _sorted(name: str) -> str:
-    """Say where Table I of WAGMA-SGD has a scheme."""
+    """Return a scheme's classification by Table I of WAGMA-SGD."""
     averager = SCHEMES[name]()
     period = averager.global_period
     often = {None: "only at the end", 1: "on every step"}.get(period, f"every {period} steps")
@@ -114,16 +115,16 @@ def _sorted(name: str) -> str:
 
 
 def _class(name: str) -> type[Any]:
-    """Return the class that documents a scheme: with settings, or of one that a function makes."""
+    """Return the class whose docstring describes a scheme and its settings."""
     made: Any = SCHEMES[name]
     if inspect.isfunction(made):
         made = get_type_hints(made)["return"]
     found: type[Any] = made.func if isinstance(made, functools.partial) else made
-    return OuterStep if found is OuterAverager else found  # whose arguments are the settings
+    return OuterStep if found is OuterAverager else found  # its arguments are the scheme's settings
 
 
 def _guide(name: str) -> list[str]:
-    """Return what the guide says of a scheme, under a heading that names it."""
+    """Return the section of the guide (``docs/averaging.md``) whose heading names a scheme."""
     for heading, text in re.findall(r"^### ([^\n]+)\n\n(.*?)(?=\n#|\Z)", _GUIDE, re.M | re.S):
         if name in heading.split(", "):
             return [text.strip()]
@@ -157,7 +158,7 @@ def _usage(name: str) -> str:
 
 @functools.cache
 def _models_sent(name: str, world_size: int) -> float:
-    """Count what the busiest rank sends or receives per step, in models, over one period."""
+    """Return how many models the busiest rank sends or receives per step, averaged over a period."""
     options = options_of(name)
     steps = options.get("period") or options.get("sync_period") or _STEPS
 

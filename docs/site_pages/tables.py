@@ -33,13 +33,13 @@ PAPERS = MappingProxyType(
         "gTop-k": "https://arxiv.org/abs/1901.04359",
     }
 )
-"""Names by which docstrings call papers, and their addresses."""
+"""The papers' names in docstrings, and their addresses."""
 
 _TAKEN = re.compile(r"`[^`]*`|\[[^\]]*\]\([^)]*\)|https?://\S+")
 
 
 def linked(text: str) -> str:
-    """Link the first mention of every paper.
+    """Turn the first mention of every paper into a link.
 
     Example:
         >>> linked("SparCML, section 8.1")
@@ -58,18 +58,18 @@ def linked(text: str) -> str:
 
 
 def algorithm_rows() -> dict[str, list[str]]:
-    """Return the row of every preset: from, volume, remark."""
+    """Return the row of every preset: origin, volume, remark."""
     found = re.findall(r"^\| `([\w-]+)` \|(.*)\|$", _TABLES, flags=re.MULTILINE)
     rows, last = {}, ""
     for name, rest in found:
         origin, *more = _cells(rest)
-        last = origin.replace("the same", last)  # as in the row above
+        last = origin.replace("the same", last)  # a cell may refer to the row above
         rows[name] = [last, *more]
     return rows
 
 
 def scheme_rows() -> dict[str, list[str]]:
-    """Return the row of every scheme: from, models sent, who waits; several share one."""
+    """Return every scheme's row: origin, models sent, who waits.  Schemes may share a row."""
     section = _TABLES.split("## Averages of models")[1].split("\n## ")[0]
     return {
         name: _cells(rest)
@@ -79,7 +79,7 @@ def scheme_rows() -> dict[str, list[str]]:
 
 
 def table_row(*cells: object) -> str:
-    r"""Write a row of a table.
+    r"""Return a row of a Markdown table.
 
     Example:
         >>> table_row("a|b", 1)

@@ -288,8 +288,8 @@ def _update_space_takes_no_scaler():
 
 
 @practice(
-    "AMP: `GradScaler` with a fused optimizer, whose `step()` is called even where it "
-    "must skip the step",
+    "AMP: `GradScaler` with a fused optimizer, whose `step()` is called even for a step "
+    "that is skipped",
     attach="works. As without `fused=True`.",
     updates="works. A skipped step changes no weights, but counts as a local step. "
     "(tests/unit/test_stepping.py::test_what_a_scaler_skips_counts_once)",

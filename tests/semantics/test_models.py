@@ -100,8 +100,8 @@ def test_unused(column):
 
 @practice(
     "parameters frozen after the start, all or some",
-    attach="works. Freeze either all parameters at once (as GANs do alternately), or "
-    "some, with `find_unused_parameters=True`. Otherwise, the next forward pass is "
+    attach="works. Freeze all parameters together (as GANs do in alternation), or "
+    "some of them, with `find_unused_parameters=True`. Otherwise, the next forward pass is "
     "refused, because DDP would wait for the gradients. The weights of a frozen layer no "
     "longer change: the undelivered part of its gradients is dropped.",
     updates="works. As with `attach`, but DDP itself raises the error, one step later. "

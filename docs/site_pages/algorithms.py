@@ -47,9 +47,9 @@ def overview() -> str:
             "# Algorithms",
             "",
             f"Predicted for n = {_SIZE:,} elements, k = {_K:,} (density 1 %), on 8 / 64 ranks: the "
-            "volume that the busiest rank sends or receives, in words of 4 bytes per selected entry; the "
-            "number of messages that it sends one after the other; and the speed-up of a step over dense, "
-            "if each rank has its own core ([the model](../planning.md#the-model)).",
+            "volume that the busiest rank sends or receives, in words of 4 bytes per selected entry; "
+            "the number of messages that it sends one after the other; and the speed-up of a step over "
+            "dense, if each rank has its own core ([the model](../planning.md#the-model)).",
             "",
             *head,
             *rows,
@@ -251,9 +251,8 @@ def _limits(name: str) -> str:
         machine = machine_on("1 Gbit/s")
         candidates = [resolve(one) for one in ("dense", name)]
         rate = plan(_SIZE, ranks, machine, candidates, k=_K).break_even_bandwidth
-        if (
-            candidates[1].result == "whole"
-        ):  # the planner compares dense only with sparse ones
+        # the planner compares dense only with sparse algorithms
+        if candidates[1].result == "whole":
             gains = [_gain(name, network, ranks) > 1 for network in NETWORKS]
             return "Every element travels." if any(gains) else "Dense is as fast, or faster."
         at = "at any" if rate is None else f"below {format_bandwidth(rate)}" if rate else "at no"

@@ -89,9 +89,8 @@ def _index(groups: dict[str, list[str]]) -> str:
     rows = [table_row("name", "defined in"), table_row("---", "---")]
     for name in sparsync.__all__:
         home = getattr(getattr(sparsync, name), "__module__", homes.get(name))
-        home = (
-            homes[name] if home not in known else home
-        )  # a constant has its type's ``__module__``
+        # a constant has its type's ``__module__``
+        home = homes[name] if home not in known else home
         rows.append(table_row(f"[`sparsync.{name}`][{home}.{name}]", f"`{home}`"))
     parts = [f"- [{_title(name)}]({name}.md): {_about(name)}" for name in groups]
     return "\n".join(
@@ -128,9 +127,8 @@ def _page(name: str, members: list[str]) -> str:
         shown = defined(known[module])
         listed = f"[{', '.join(shown)}]" if shown else "false"
         options = f"    options:\n      members: {listed}"
-        if module in ROOMS and module.startswith(
-            "sparsync.published."
-        ):  # the room has its own page
+        # a room's docstring is shown on the room's own page
+        if module in ROOMS and module.startswith("sparsync.published."):
             options += "\n      show_docstring_description: false"
         blocks.append(f"::: {module}\n{options}")
     return "\n\n".join(blocks) + "\n"

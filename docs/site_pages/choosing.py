@@ -42,9 +42,8 @@ SIZES = (
 DENSITIES = (0.001, 0.01, 0.1)
 COMPUTE = (0.0, 0.02, 0.1, 0.5, 2.0)  # seconds of a forward and backward pass
 _COMPUTED_SIZE, _COMPUTED_RANKS, _COMPUTED_DENSITY = "134 M", 8, 0.01
-_TURN = (
-    5e-3  # seconds: a time slice of the operating system, which a wait costs if ranks share cores
-)
+# seconds: a time slice of the operating system, which a wait costs if ranks share cores
+_TURN = 5e-3
 
 _MARKED = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -172,8 +172,9 @@ def _cost(name: str, algorithm: Algorithm) -> list[str]:
         rows.append(table_row(ranks, *cells, f"{bound_words(candidate.result, job):,.0f}"))
     return [
         *said,
-        f"The closed form ({linked(candidate.source)}) for n = {_SIZE:,} and k = {_K:,}, for the "
-        f"busiest rank, in words of 4 bytes; the bound comes from {_BOUNDS[candidate.result]}. "
+        f"The table evaluates the closed form ({linked(candidate.source)}) for n = {_SIZE:,} and "
+        f"k = {_K:,}, for the busiest rank, in words of 4 bytes; "
+        f"the bound comes from {_BOUNDS[candidate.result]}. "
         "A turn is a wait for other ranks that follows a rank's own work "
         "([the model](../planning.md#the-model)).",
         "\n".join(rows),

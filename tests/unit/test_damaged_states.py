@@ -315,7 +315,9 @@ def damaged_envelopes(state: Any) -> Iterator[tuple[Any, str]]:
         yield {**state, "kind": other}, said
     for other, place in STATE_KINDS.items():
         if other != kind:
-            said = f"the saved state['kind'] is '{other}', expected '{kind}'; it belongs in {place}; "
+            said = (
+                f"the saved state['kind'] is '{other}', expected '{kind}'; it belongs in {place}; "
+            )
             # the error names the other kind, whatever the envelope's version and content
             yield {"kind": other, "version": 99, "content": {"a": 1}}, said
     for other in (STATE_VERSION + 1, 0, -1, float(STATE_VERSION), str(STATE_VERSION), True, None):

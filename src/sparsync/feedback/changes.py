@@ -29,7 +29,7 @@ _FAR: Final = 0.1
 _TURNED: Final = 0.01
 # An exchange counts as undone if the next step begins closer to the weights before it, by this factor.
 # In nine trainings of 200 steps on 2 ranks, two of them with different data on each rank, the factor was
-# 0.22 or more; where copies were written into the model, it fell to between 0.01 and 0.08.
+# 0.22 or more; where copies were written into the model, it fell to between 0.006 and 0.08.
 _UNDONE: Final = 0.1
 # Ranks that exchange nothing drift apart, so changes grow; where ranks only disagree, they do not.
 _GROWN: Final = 4.0

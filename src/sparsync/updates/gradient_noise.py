@@ -503,7 +503,7 @@ def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
     """Return the learning rate shared by all groups, for a step by signs."""
     # one rate serves the whole vector, because the outer step does not distinguish groups
     rates = set(floats(group["lr"] for one in optimizers for group in one.param_groups))
-    require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all the same")
+    require(len(rates) == 1, f"sign: groups have learning rates {sorted(rates)}; give all one rate")
     return rates.pop()
 
 

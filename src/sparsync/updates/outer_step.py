@@ -70,8 +70,7 @@ class OuterStep:
             at this density would.  With ``algorithm=None``, it means 2, or 1 for models below a million
             elements.  An ``AdaptivePeriod`` follows the measured drift.
         fragments: number of parts into which the model is divided.  They are about equally large,
-        consist
-            of whole parameters, and take turns within a period.
+            consist of whole parameters, and take turns within a period.
         delay: local steps from the start of an exchange until it is applied; less than the period.
         warmup_steps: length of the warm-up, whose equal parts have the periods 1, 2, 4, ..., H.  Local
             steps without an exchange cost most in the beginning, while weights change fast.

@@ -1,6 +1,6 @@
-"""Build the site beyond ``mkdocs.yml``: pages that the code writes, the rest of the navigation, links.
+"""Complete the site: add the pages that the code writes, complete the navigation, and insert links.
 
-* ``on_config``: takes the addresses of the site and the repository from ``pyproject.toml``, and puts
+* ``on_config``: reads the addresses of the site and the repository from ``pyproject.toml``, and puts
   every page into the navigation: unlisted pages of ``docs/`` under ``REST``, and pages that the code
   writes into the sections that ``SECTIONS`` names;
 * ``on_files``: adds a page for each paper's room, algorithm, averaging scheme and API package;
@@ -33,7 +33,7 @@ SECTIONS: Mapping[str, str] = {
     "Baselines": "baselines",
     "API": "api",
 }
-"""The navigation's sections and their pages: the core's presets or schemes, a room, or the API."""
+"""What fills each section of the navigation: the core's presets or schemes, a room, or the API."""
 
 _NAMED = re.compile(r"(?<![\[`])`(?:docs/([\w-]+\.md)|sparsync\.published\.(\w+))`(?!`)")
 _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -50,7 +50,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def addresses() -> dict[str, str]:
-    """Return ``[project.urls]`` of ``pyproject.toml``, the only place that states the addresses."""
+    """Return the URLs in ``[project.urls]`` of ``pyproject.toml``, the only place that states them, by label."""
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     table = text.split("[project.urls]")[1].split("[project.scripts]")[0]
     return dict(re.findall(r'^(\w+) = "(.*)"$', table, re.MULTILINE))
@@ -70,7 +70,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def generated() -> dict[str, str]:
-    """Return the pages that the code writes, by path; they are made once per process."""
+    """Return the pages that the code writes, by path. They are made only once per process."""
     if not _made:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the examples use thousands of small vectors
@@ -84,7 +84,7 @@ _made: dict[str, str] = {}
 
 
 def complete(nav: list[Any], present: list[str], sections: Mapping[str, list[str]]) -> list[Any]:
-    """Return the navigation without missing pages, and with every existing page.
+    """Return the navigation with every existing page, and without entries for missing pages.
 
     Args:
         nav: the navigation from ``mkdocs.yml``.
@@ -99,7 +99,7 @@ def complete(nav: list[Any], present: list[str], sections: Mapping[str, list[str
             return content if content in present else None
         inner = [item if isinstance(item, str) else _entry(filled, item) for item in content]
         kept = [item for item in inner if item and (isinstance(item, dict) or item in present)]
-        first, *more = sections.get(title) or [None]  # an index page comes first
+        first, *more = sections.get(title) or [None]  # the section's index page comes first
         return [p for p in [first, *kept, *more, *(others if title == REST else [])] if p]
 
     return [entry for item in nav if (entry := _entry(filled, item))]

@@ -1,4 +1,4 @@
-"""One page per preset, and the table of all presets."""
+"""Write one page per preset, and the table of all presets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["attach_line", "overview", "page", "pages"]
 _SIZE = 14_728_266  # VGG-16 on CIFAR-10, as in Ok-Topk's table 1
 _K = 147_283  # 1 %
 _RANKS = (8, 64)
-_UNPREDICTABLE = "it runs the algorithm that a plan chooses"
+_UNPREDICTABLE = "it runs whichever algorithm the plan chooses"
 _BOUNDS = MappingProxyType(
     {"top-k": "Theorem 3.1", "sum": "Lemmas 5.1 and 5.2", "whole": "Lemma 5.1 where k = n"}
 )
@@ -37,7 +37,7 @@ def pages() -> dict[str, str]:
 def overview() -> str:
     """Return the table of all presets, sorted by the volume that they send on eight ranks."""
     head = [
-        table_row("name", "from", "words per k", "messages", "against dense, 1 Gbit/s"),
+        table_row("name", "from", "words per k", "messages", "speed-up over dense, 1 Gbit/s"),
         table_row(*["---"] * 5),
     ]
     names = sorted(PRESETS, key=lambda name: (_candidate(name) is None, _volume(name), name))
@@ -154,7 +154,7 @@ def _cost(name: str, algorithm: Algorithm) -> list[str]:
     said = _labelled(algorithm, "Cost")
     candidate = _candidate(name)
     if candidate is None:
-        return [*said, f"It has no closed form of its own: {_UNPREDICTABLE}."]
+        return [*said, f"There is no closed form for this preset: {_UNPREDICTABLE}."]
     rows = [
         table_row("P", "words", "words per k", "messages", "turns", "lower bound, words"),
         table_row(*["---"] * 6),
@@ -222,8 +222,8 @@ def _overview_cells(name: str) -> list[str]:
 def _when(name: str) -> list[str]:
     if name == "dense":
         return [
-            "Use it where the network is faster than selection; [the tables](../choosing.md) show where "
-            "that is. All other algorithms are compared with it."
+            "Use it if the network is faster than selection; [the tables](../choosing.md) show when "
+            "this is the case. All other algorithms are compared with it."
         ]
     if _candidate(name) is None:
         return [
@@ -246,7 +246,7 @@ def _when(name: str) -> list[str]:
 
 
 def _limits(name: str) -> str:
-    """Return a sentence that says up to which bandwidth a preset beats dense."""
+    """Return a sentence that says up to which bandwidth a preset is faster than dense."""
     limits = []
     for ranks in _RANKS:
         machine = machine_on("1 Gbit/s")
@@ -255,7 +255,7 @@ def _limits(name: str) -> str:
         # the planner compares dense only with sparse algorithms
         if candidates[1].result == "whole":
             gains = [_gain(name, network, ranks) > 1 for network in NETWORKS]
-            return "Every element travels." if any(gains) else "Dense is as fast, or faster."
+            return "Every element is sent." if any(gains) else "Dense is as fast, or faster."
         at = "at any" if rate is None else f"below {format_bandwidth(rate)}" if rate else "at no"
         limits.append(f"{at}{'' if rate else ' bandwidth'} on {ranks} ranks")
     return (
@@ -278,7 +278,7 @@ def _options(name: str, algorithm: Algorithm) -> str:
 
 
 def _default(row: Preset, algorithm: Algorithm, parameter: inspect.Parameter) -> Any:
-    """Return an option's default; the preset may set another one than its collective does."""
+    """Return an option's default, which may differ between the preset and its collective."""
     if parameter.name in inspect.signature(row.make).parameters:
         return parameter.default
     passed = getattr(algorithm.make_collective(), parameter.name, parameter.default)
@@ -290,7 +290,7 @@ def _example(name: str, algorithm: Algorithm) -> list[str]:
     shown = [
         "In a training script:",
         f"```python\n{attach_line(name)}\n```",
-        "One step on virtual ranks, and what it prints:",
+        "One step on virtual ranks, and its output:",
         f"```python\n{program}```",
         f"```text\n{output_of(program)}```",
     ]

@@ -1,4 +1,4 @@
-"""The decision tables of ``docs/choosing.md``, computed by the planner.
+"""Compute the decision tables of ``docs/choosing.md`` with the planner.
 
 python docs/site_pages/choosing.py           # print them
 python docs/site_pages/choosing.py --write   # put them into docs/choosing.md
@@ -42,25 +42,25 @@ SIZES = (
 DENSITIES = (0.001, 0.01, 0.1)
 COMPUTE = (0.0, 0.02, 0.1, 0.5, 2.0)  # seconds of a forward and backward pass
 _COMPUTED_SIZE, _COMPUTED_RANKS, _COMPUTED_DENSITY = "134 M", 8, 0.01
-# seconds: a time slice of the operating system, which a wait costs if ranks share cores
+# seconds: if ranks share cores, a wait costs a time slice of the operating system
 _TURN = 5e-3
 
 _MARKED = re.compile(r"(<!-- begin: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def machine_on(network: str, **more: float) -> Machine:
-    """Return a machine on one of ``NETWORKS`` whose ranks have one core each."""
+    """Return the machine for one of ``NETWORKS``, on which every rank has its own core."""
     bits, alpha = NETWORKS[network]
     return Machine(alpha=alpha, beta=8 / bits, **more)
 
 
 def tables() -> dict[str, str]:
-    """Return all tables by the names of their marks in the page."""
+    """Return all tables, by the names in the page's markers that enclose them."""
     return {"density": _by_density(), "compute": _by_compute(), "turn": _by_turn()}
 
 
 def written(page: str) -> str:
-    """Return the page with new tables."""
+    """Return the text of the page with newly computed tables."""
     made = tables()
     return _MARKED.sub(lambda mark: f"{mark[1]}\n{made[mark[2]]}\n{mark[3]}", page)
 

@@ -40,7 +40,7 @@ def parts(documented: Any) -> dict[str, str]:
 
 
 def _indented(body: str) -> tuple[str, str]:
-    """Divide a section where its indentation ends."""
+    """Split a section at the end of its indented lines; return both parts."""
     end = re.search(r"^\S", body, re.MULTILINE)
     return (body[: end.start()], body[end.start() :].strip()) if end else (body, "")
 
@@ -51,7 +51,7 @@ def summary(documented: Any) -> str:
 
 
 def arguments(documented: Any) -> dict[str, str]:
-    r"""Return a docstring's description of every argument.
+    r"""Return the descriptions of arguments in a docstring's ``Args`` section, by argument name.
 
     Example:
         >>> def f(): "Sums.\n\nArgs:\n    a: the one,\n        and more.\n    b: the other."
@@ -70,7 +70,10 @@ def as_markdown(text: str) -> str:
         '`a` in [Paper](https://example.org), as follows:'
     """
     text = _LINK.sub(lambda link: f"[{' '.join(link[1].split())}]({link[2]})", text)
-    lines, literal = [], None  # lines of a literal block are indented further than this
+    lines, literal = (
+        [],
+        None,
+    )  # a literal block continues while lines are indented further than this
     for line in _with_tables(text.split("\n")):
         indent = len(line) - len(line.lstrip())
         if literal is not None and line.strip() and indent <= literal:
@@ -98,7 +101,7 @@ def _with_tables(lines: list[str]) -> Iterator[str]:
             continue
         starts = [part.start() for part in re.finditer("=+", line)]
         rows: list[list[str]] = []
-        head = 0  # the number of rows above the second rule
+        head = 0  # number of rows above the second rule
         for inner in rest:
             if not inner.strip():
                 break

@@ -1,4 +1,4 @@
-"""The program on each algorithm's or scheme's page, and its output."""
+"""Write the example program for each algorithm's or scheme's page, and run it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def algorithm_program(name: str) -> str:
 
 
 def scheme_program(name: str) -> str:
-    """Return a program that averages on eight virtual ranks, of which another is late on each step."""
+    """Return a program that averages on eight virtual ranks; on each step, a different rank is late."""
     return _SCHEME.replace("NAME", name)
 
 

@@ -15,10 +15,10 @@ _LABEL = re.compile(r"(?:^|(?<=   ))(Cost|State|Differs from the paper|Reference
 
 
 class Docstrings(Extension):
-    """Turns reStructuredText marks into Markdown, examples into code, and labels into bold text."""
+    """Converts reStructuredText marks to Markdown, examples to code, and labels to bold text."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
-        """Rewrite one docstring."""
+        """Convert the docstring of one object."""
         if obj.docstring is None:
             return
         text = as_markdown(obj.docstring.value)

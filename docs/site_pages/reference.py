@@ -1,6 +1,7 @@
-"""The API's pages, made from docstrings: one per public package, and one for all other modules.
+"""Write the API pages from docstrings: one per public package, and one for all remaining modules.
 
-Modules are read, not imported, so modules that need MPI or Triton get pages even if these are missing.
+Modules are parsed, not imported, so modules that need MPI or Triton have pages even if MPI or Triton is
+missing.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ HIDDEN = MappingProxyType(
         "cli": "the command line",
     }
 )
-"""Modules without a page, and the reasons."""
+"""Modules without a page, and why they have none."""
 
 _SOURCE = ROOT / "src" / "sparsync"
-_TOGETHER = "core"  # modules outside of packages share one page
+_TOGETHER = "core"  # the page for all modules that are not in a subpackage
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -67,7 +68,7 @@ def defined(path: Path) -> list[str]:
 @functools.cache
 def _defined(
     path: Path, changed: int
-) -> tuple[str, ...]:  # keyed by the time of change, because `mkdocs serve` rebuilds changed files
+) -> tuple[str, ...]:  # the time of change is a key, because `mkdocs serve` rebuilds changed files
     own: set[str] = set()
     public: list[str] = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -83,13 +84,13 @@ def _defined(
 
 
 def _index(groups: dict[str, list[str]]) -> str:
-    """Return the page that lists the names of ``import sparsync``."""
+    """Return the page that lists the public names of the package ``sparsync``."""
     known = modules()
     homes = {name: home for home, path in known.items() for name in defined(path)}
     rows = [table_row("name", "defined in"), table_row("---", "---")]
     for name in sparsync.__all__:
         home = getattr(getattr(sparsync, name), "__module__", homes.get(name))
-        # a constant has its type's ``__module__``
+        # a constant's ``__module__`` is the module of its type
         home = homes[name] if home not in known else home
         rows.append(table_row(f"[`sparsync.{name}`][{home}.{name}]", f"`{home}`"))
     parts = [f"- [{_title(name)}]({name}.md): {_about(name)}" for name in groups]

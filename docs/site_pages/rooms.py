@@ -1,4 +1,4 @@
-"""One page per room, from the room's docstring, with links to its presets and schemes."""
+"""Write one page per room from the room's docstring, with links to its presets and schemes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMES = MappingProxyType(
         if room.startswith(_PUBLISHED)
     }
 )
-"""The papers' rooms, and the names with which their docstrings begin."""
+"""The papers' names, with which the rooms' docstrings begin, by room."""
 
 _TABLES = MappingProxyType({"algorithms": PRESETS, "schemes": SCHEMES})
 _NAMED = re.compile(r"`(sparsync\.[\w.]+)`")
@@ -74,7 +74,7 @@ def page(room: str) -> str:
 
 
 def room_of(kind: str, name: str) -> str | None:
-    """Return the room that declares a row, or None if the library's core does.
+    """Return the room that declares a preset or scheme, or None if the library's core does.
 
     Example:
         >>> room_of("algorithms", "gtopk"), room_of("schemes", "diloco")
@@ -89,7 +89,7 @@ def pages_below(room: str) -> list[str]:
 
 
 def pointer(kind: str, name: str) -> list[str]:
-    """Return a link from the page of a preset or scheme to the page of its room, if it has a room."""
+    """Return the line that links a preset's or scheme's page to the page of its room, if it has one."""
     room = room_of(kind, name)
     if room is None:
         return []
@@ -111,7 +111,7 @@ def called(name: str) -> list[str]:
 
 
 def core(kind: str) -> list[str]:
-    """Return the paths of the core's pages on presets or schemes, beginning with the overview."""
+    """Return the paths of the pages on the core's presets or schemes, beginning with the overview."""
     names = [name for name in _TABLES[kind] if room_of(kind, name) is None]
     return [f"{kind}/index.md", *(f"{kind}/{name}.md" for name in names)]
 
@@ -121,7 +121,7 @@ def _module(room: str) -> ModuleType:
 
 
 def _with_code(text: str) -> str:
-    """Turn indented blocks, which hold programs or commands, into fenced ones."""
+    """Turn indented blocks of programs or commands into fenced blocks."""
 
     def fenced(block: re.Match[str]) -> str:
         code = inspect.cleandoc(block[0])

@@ -1,4 +1,4 @@
-"""One page per averaging scheme, and the table of all schemes."""
+"""Write one page per averaging scheme, and the table of all schemes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparsync.updates import OuterAverager, OuterStep
 __all__ = ["overview", "page", "pages"]
 
 _SIZE = 8_192  # elements of the model whose bytes are counted
-_STEPS = 8  # if the scheme has no period
+_STEPS = 8  # number of counted steps if the scheme has no period
 _COMPUTE = 0.1  # virtual seconds per step, the same on all ranks
 _SETTLED = 10.0  # virtual seconds after which no message is in flight
 _RANKS = (8, 64)
@@ -46,7 +46,7 @@ def overview() -> str:
         rows.append(table_row(f"[`{name}`]({name}.md)", origin, sent, waits))
     return "\n".join(
         [
-            "# Schemes of averaging",
+            "# Averaging schemes",
             "",
             "Every rank trains its own model, and models are averaged ([how, and when to use it]"
             "(../averaging.md)). The table shows the most that any rank sends or receives per step, in "
@@ -92,7 +92,7 @@ def page(name: str) -> str:
         "## Example",
         "In a training script, with any optimizer:",
         f"```python\n{_usage(name)}```",
-        "On virtual ranks, of which a different one is late on every step, with the output:",
+        "On virtual ranks, with a different rank late on every step, and the program's output:",
         f"```python\n{program}```",
         f"```text\n{output_of(program)}```",
         "## References",
@@ -102,7 +102,7 @@ def page(name: str) -> str:
 
 
 def _sorted(name: str) -> str:
-    """Return a scheme's classification by Table I of WAGMA-SGD."""
+    """Return a scheme's classification according to Table I of WAGMA-SGD."""
     averager = SCHEMES[name]()
     period = averager.global_period
     often = {None: "only at the end", 1: "on every step"}.get(period, f"every {period} steps")
@@ -120,7 +120,9 @@ def _class(name: str) -> type[Any]:
     if inspect.isfunction(made):
         made = get_type_hints(made)["return"]
     found: type[Any] = made.func if isinstance(made, functools.partial) else made
-    return OuterStep if found is OuterAverager else found  # its arguments are the scheme's settings
+    return (
+        OuterStep if found is OuterAverager else found
+    )  # the arguments of OuterStep are the scheme's settings
 
 
 def _guide(name: str) -> list[str]:

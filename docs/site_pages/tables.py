@@ -1,4 +1,4 @@
-"""Read the tables of ``docs/algorithms.md``, and link the papers that pages mention."""
+"""Read the tables in ``docs/algorithms.md``, and turn mentions of papers into links."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAPERS = MappingProxyType(
         "gTop-k": "https://arxiv.org/abs/1901.04359",
     }
 )
-"""The papers' names in docstrings, and their addresses."""
+"""The papers' addresses, by the names that docstrings use."""
 
 _TAKEN = re.compile(r"`[^`]*`|\[[^\]]*\]\([^)]*\)|https?://\S+")
 
@@ -58,18 +58,18 @@ def linked(text: str) -> str:
 
 
 def algorithm_rows() -> dict[str, list[str]]:
-    """Return the row of every preset: origin, volume, remark."""
+    """Return the row of every preset (origin, volume, remark), by preset name."""
     found = re.findall(r"^\| `([\w-]+)` \|(.*)\|$", _TABLES, flags=re.MULTILINE)
     rows, last = {}, ""
     for name, rest in found:
         origin, *more = _cells(rest)
-        last = origin.replace("the same", last)  # a cell may refer to the row above
+        last = origin.replace("the same", last)  # "the same" refers to the row above
         rows[name] = [last, *more]
     return rows
 
 
 def scheme_rows() -> dict[str, list[str]]:
-    """Return every scheme's row: origin, models sent, who waits.  Schemes may share a row."""
+    """Return every scheme's row (origin, models sent, who waits), by name.  Schemes may share a row."""
     section = _TABLES.split("## Averages of models")[1].split("\n## ")[0]
     return {
         name: _cells(rest)

@@ -1,4 +1,4 @@
-"""Define tests that run on two ranks for every integration, and give rows of ``docs/semantics.md``."""
+"""Define the tests that run on two ranks for every integration, and the rows of ``docs/semantics.md``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Practice:
     """A practice of training scripts.
 
     Attributes:
-        section: its section of the page.
-        name: its row of the page.
+        section: the page's section that contains the practice.
+        name: the first cell of its row.
         cells: by column, "works. ...", "refused. ..." or "untested. ..."; absent if the practice
-            does not exist there. A cell that a test in another folder proves ends with
-            "(tests/FILE.py::NAME)".
+            does not exist in this column. A cell that is proved by a test in a different folder ends
+            with "(tests/FILE.py::NAME)".
         file: the module of the test.
-        test: name of the test; empty if tests in other folders prove all cells.
+        test: name of the test in ``file``; empty if tests in different folders prove all cells.
     """
 
     section: str
@@ -42,11 +42,11 @@ PRACTICES: list[Practice] = []
 
 
 def section(file: str, title: str) -> Callable[..., Any]:
-    """Return a decorator that runs a function of the column as a test on two ranks, once per column.
+    """Return a decorator that turns a function of a column into a test on two ranks for each column.
 
-    The decorator takes the practice's name and the cells by column. ``local`` is the cell of every
-    column except ``attach``, and ``everywhere`` of every column, unless a column has its own cell.
-    Tests of the columns in ``slow`` are slow.
+    The decorator is called with the practice's name and the cells by column. ``local`` is the default
+    for the cells of all columns except ``attach``, and ``everywhere`` for the cells of all columns.
+    For the columns in ``slow``, the test is marked as slow.
     """
 
     def practice(

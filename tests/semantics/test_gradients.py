@@ -1,4 +1,4 @@
-"""Test what scripts do with gradients: accumulate, clip, find NaN, use COO or another precision."""
+"""Test practices with gradients: accumulation, clipping, NaN, COO gradients and precision."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _SUM = "works. Gradients are local, so they add up as usual."
 
 @practice(
     "gradient accumulation under `no_sync()`",
-    attach="works. The sum over micro-batches is exchanged once, with the last "
-    "micro-batch; below density 1, the undelivered part stays in the residual. As with "
-    "plain DDP, the forward pass determines whether gradients are exchanged, so it must "
-    "be inside the context as well.",
+    attach="works. The sum over micro-batches is exchanged once, in the backward pass of the last "
+    "micro-batch. Below density 1, the undelivered part stays in the residual. As with plain DDP, "
+    "the forward pass determines whether gradients are exchanged, so it must also be inside the "
+    "context.",
     updates=_SUM,
     local=f"{_SUM} Call `step()` once per optimizer step.",
     UpdateSpace=f"{_SUM} They are exchanged in `step()`.",
@@ -55,8 +55,8 @@ def test_no_sync(column):
 
 @practice(
     "several backward passes per step without `no_sync()`",
-    attach="works. Each pass is exchanged together with the values that are already in "
-    "`parameter.grad`; the law holds over both passes. This costs one exchange per pass.",
+    attach="works. Each pass exchanges its gradients together with the values that are already in "
+    "`parameter.grad`; the law holds over both passes. There is one exchange per pass.",
     local=_SUM,
 )
 def test_backward_twice(column):
@@ -65,13 +65,16 @@ def test_backward_twice(column):
         with attached(Words(), column=column) as (ddp, sync):
             for micro in range(3):
                 mean_square(ddp, micro, here()).backward()
-            assert sync.stats()["local_steps"] == 0  # the optimizer has not stepped
+            assert (
+                sync.stats()["local_steps"] == 0
+            )  # passes are not counted, and the optimizer has not stepped
 
 
 @practice(
     "the same, with momentum or decay in `correction=`",
-    attach="refused. The averages of the first pass would enter the momentum a second time. A forgotten "
-    "`zero_grad()` is refused as well. Use `no_sync()`. The same holds without DDP (`replicate=`).",
+    attach="refused. The averages of the first pass would enter the momentum a second time. A "
+    "forgotten `zero_grad()` is refused for the same reason. Use `no_sync()`. The same applies "
+    "without DDP (`replicate=`).",
 )
 def test_corrected_gradients_count_once(column):
     for view in (False, True):
@@ -89,9 +92,9 @@ def test_corrected_gradients_count_once(column):
 
 @practice(
     "a second `backward()` of a kept graph (`retain_graph=True`), or of an older forward pass",
-    attach="refused. DDP exchanges once per forward pass, so the second pass's gradients would "
-    "stay on their rank (as they silently do under plain DDP). Add the losses, or use "
-    "`no_sync()`. Without DDP (`replicate=`) every pass is exchanged.",
+    attach="refused. DDP exchanges once per forward pass, so the gradients of the second pass "
+    "would stay on their rank (as they silently do under plain DDP). Add the losses, or use "
+    "`no_sync()`. Without DDP (`replicate=`), every pass is exchanged.",
     local=_SUM,
 )
 def test_second_backward(column):
@@ -119,7 +122,7 @@ def _second_backward_is_refused():
         with refused("second backward pass", "Add the losses"):
             second.backward()
         ddp.zero_grad()
-        with ddp.no_sync():  # a local pass is allowed when declared as one
+        with ddp.no_sync():  # a pass that is declared as local is allowed
             (0.0 * ddp.module(torch.ones(2, 20))).sum().backward()
         ddp.zero_grad()
         mean_square(ddp, 3, here()).backward()
@@ -175,26 +178,26 @@ def test_clipped(column):
 
 practice(
     "NaN or Inf on one rank",
-    attach="works. All ranks raise, skip or propagate together (`nonfinite=`); residuals are unchanged. "
+    attach="works. All ranks together raise an error, skip the step or propagate the values "
+    "(`nonfinite=`); residuals are unchanged. "
     "(tests/distributed/test_ddp.py::test_nonfinite_gradients_are_refused_collectively)",
     updates="works. Every rank returns to the weights that it had after the last "
     "exchange, and the affected rank drops moments that are not finite; a second "
     "occurrence in a row raises an error. "
     "(tests/distributed/test_updates.py::test_nan_on_one_rank_brings_all_back)",
-    UpdateSpace="works. All ranks raise; weights, residuals and the affected rank's moments are "
-    "unchanged. "
+    UpdateSpace="works. All ranks raise an error; weights, residuals and the affected rank's "
+    "moments are unchanged. "
     "(tests/unit/test_adam.py::test_update_space_adam_keeps_its_moments_when_a_step_is_refused)",
-    averaging="works. The affected rank raises before its values reach other ranks, also for averaged "
-    "buffers and moments; "
-    "`nonfinite='spread'` lets them spread. "
+    averaging="works. The affected rank raises an error before its values reach other ranks. This "
+    "includes averaged buffers and moments. `nonfinite='spread'` lets the values spread. "
     "(tests/unit/test_averager.py::test_what_is_not_finite_stays_at_home_unless_it_may_spread)",
 )
 
 
 @practice(
     "sparse (COO) gradients: embeddings with `sparse=True`",
-    attach="works. They are accumulated into a dense residual; the averages are COO "
-    "gradients again, with the delivered rows.",
+    attach="works. They are accumulated into a dense residual; the averages are again COO "
+    "gradients, which contain the delivered rows.",
     updates="works. The local optimizer consumes them; weights are exchanged.",
     UpdateSpace="refused. Build the embedding with `sparse=False`.",
     averaging="works. The local optimizer consumes them; weights are averaged.",
@@ -290,10 +293,10 @@ def _update_space_takes_no_scaler():
 @practice(
     "AMP: `GradScaler` with a fused optimizer, whose `step()` is called even for a step "
     "that is skipped",
-    attach="works. As without `fused=True`.",
+    attach="works. No difference from an optimizer without `fused=True`.",
     updates="works. A skipped step changes no weights, but counts as a local step. "
     "(tests/unit/test_stepping.py::test_what_a_scaler_skips_counts_once)",
-    averaging="works. As without `fused=True`.",
+    averaging="works. No difference from an optimizer without `fused=True`.",
 )
 def test_fused_scaler(column):
     _scaled(column, lambda parameters: torch.optim.SGD(parameters, lr=RATE, fused=True))
@@ -301,9 +304,9 @@ def test_fused_scaler(column):
 
 @practice(
     "AMP: a `GradScaler` other than the one passed to `attach`, or with none passed",
-    attach="refused. The residual would keep the scale of the step that wrote it. The "
-    "first `scaler.step(optimizer)` raises an error; if an overflow comes first, its "
-    "error names `scaler=`. A disabled scaler is not refused. The same holds without DDP "
+    attach="refused. The residual would keep the scale of the step that wrote it. The first "
+    "`scaler.step(optimizer)` raises an error. If a gradient overflows before that, the error for "
+    "the overflow names `scaler=`. A disabled scaler is not refused. The same applies without DDP "
     "(`replicate=`).",
     updates="works. Updates have no scale. "
     "(tests/unit/test_stepping.py::test_what_a_scaler_skips_counts_once)",
@@ -333,9 +336,9 @@ def test_a_scaler_that_attach_does_not_know(column):
 
 @practice(
     "an overflow under `GradScaler` with a `nonfinite=` other than 'propagate'",
-    attach="refused. `attach` refuses `scaler=` together with such a setting. Without "
-    "`scaler=`, 'raise' raises an error that names `scaler=`; with 'skip', there are no "
-    "gradients, so `scaler.step` raises an error.",
+    attach="refused. `attach` refuses `scaler=` together with such a setting. Without `scaler=`, "
+    "'raise' ends with an error that names `scaler=`. With 'skip', the step leaves no gradients, "
+    "so `scaler.step` raises an error.",
 )
 def test_scaler_needs_propagate(column):
     for policy, error, words in (
@@ -357,11 +360,11 @@ def test_scaler_needs_propagate(column):
 
 @practice(
     "float32, bfloat16 and float64 parameters in one model, scalars, parameters without elements",
-    attach="works. Each dtype has its own units; residuals of 16-bit parameters are float32. The average "
-    "is rounded to the gradient's dtype, like any gradient.",
+    attach="works. Each dtype has its own units; residuals of 16-bit parameters are float32. The "
+    "average is rounded to the gradient's dtype.",
     updates="works. Shared weights of 16-bit parameters are kept in float32.",
     UpdateSpace="works. Updates of 16-bit parameters are exchanged in float32.",
-    averaging="works. They are sent as one vector, in float64 if any of them is float64.",
+    averaging="works. Parameters are sent as one vector, which is float64 if any parameter is.",
 )
 def test_dtypes(column):
     same_training(column, Odd, tolerance=1e-2)
@@ -401,14 +404,15 @@ def test_float16_does_not_overflow(column):
 
 @practice(
     "complex parameters",
-    attach="refused. Entries are selected by magnitude; use `torch.view_as_real`.",
+    attach="refused. The selection by magnitude does not support complex entries; use "
+    "`torch.view_as_real`.",
     updates="refused. As with `attach`.",
     UpdateSpace="refused. As with `attach`.",
     averaging="works. They are averaged as pairs of reals. (tests/unit/test_averager.py"
     "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
 )
 def test_complex(column):
-    if torch.__version__ < "2.9":  # DDP raises an error of its own
+    if torch.__version__ < "2.9":  # before 2.9, DDP itself raises an error
         pytest.skip("torch 2.9 is the first whose DDP broadcasts complex parameters over gloo")
     net = network()
     net.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
@@ -418,13 +422,13 @@ def test_complex(column):
 
 @practice(
     "parameters on several devices of one rank",
-    attach="untested. Each device has its own units (tested); an exchange of gradients from two GPUs has "
-    "not been run.",
+    attach="untested. Each device has its own units, which is tested. An exchange of gradients "
+    "from two GPUs has not been run.",
     UpdateSpace="untested. As with `attach`.",
-    updates="refused. They would be exchanged as one vector. (tests/unit/test_offload.py"
-    "::test_parameters_on_several_devices_are_refused)",
-    averaging="untested. They would be sent as one vector on the first parameter's device; this "
-    "has not been run. "
+    updates="refused. All parameters are exchanged as one vector, which must be on one device. "
+    "(tests/unit/test_offload.py::test_parameters_on_several_devices_are_refused)",
+    averaging="untested. All parameters would be sent as one vector on the first parameter's "
+    "device; this has not been run. "
     "(tests/unit/test_averager.py::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
 )
 def test_units_hold_one_device(column):

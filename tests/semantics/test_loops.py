@@ -46,21 +46,22 @@ from .training import (
 practice = section(__name__, "Loops")
 
 
-BATCHES = (2, 6)  # of rank 0 and 1
+BATCHES = (2, 6)  # numbers of batches on ranks 0 and 1
 
-_STEP = "works. A rank without batches stops training, but calls `step()` as often as the others."
+_STEP = (
+    "works. A rank without batches stops training, but calls `step()` as often as the other ranks."
+)
 
 
 @practice(
     "uneven inputs",
-    attach="works. Use `with ddp.join():`. A rank without batches contributes zero "
-    "gradients and still delivers its residual; averages are over all ranks; the "
-    "remaining residual is kept and saved.",
-    updates="works. A rank without batches calls `sync.step()` as often as the other "
-    "ranks' optimizers step. With DDP, every rank needs at least two batches. `join()` is "
-    "refused.",
+    attach="works. Use `with ddp.join():`. A rank without batches contributes zero gradients and "
+    "still delivers its residual. Averages are over all ranks. The rest of the residual is kept, "
+    "and included in saved state.",
+    updates="works. A rank without batches calls `sync.step()` once for every optimizer step of "
+    "the other ranks. With DDP, every rank needs at least two batches. `join()` is refused.",
     UpdateSpace=f"{_STEP} Without new gradients, these calls deliver its residual.",
-    averaging=f"{_STEP} Its weights follow the average and count in it.",
+    averaging=f"{_STEP} Its weights still follow the average, and count in it.",
 )
 def test_uneven_inputs(column):
     if column == "attach":
@@ -96,7 +97,7 @@ def test_uneven_inputs(column):
 
 
 def _alone(model, step):
-    """Return the gradients of this rank alone at a model's weights, or zeros once it has no batches."""
+    """Return this rank's own gradients at a model's weights, or zeros once it has no batches."""
     twin = network()
     twin.load_state_dict(model.state_dict())
     if step < BATCHES[here()]:
@@ -105,7 +106,7 @@ def _alone(model, step):
 
 
 def _join_delivers_what_is_left(options):
-    """Check the law over all steps, and that all ranks end with the last finisher's weights."""
+    """Check the law over all steps, and that all ranks end with the weights of the last active rank."""
     with attached(network(), SPARSE, ddp=options) as (ddp, sync):
         optimizer, ranks = sgd(ddp.parameters()), dist.get_world_size()
         came = applied = added((0.0, weights(ddp.module)))
@@ -122,11 +123,13 @@ def _join_delivers_what_is_left(options):
         assert state["content"]["reducer"]["step"] == max(BATCHES)
         left = residuals(state, came)
         if here() == 0:
-            applied = added((0.0, applied))  # the other rank saw all averages
+            applied = added(
+                (0.0, applied)
+            )  # only rank 1 takes part in all steps, so its averages are complete
         total = added((ranks, everywhere(applied)), (1.0, everywhere(left)))
         assert_close(everywhere(came), total, 1e-4, "the law")
         assert equal_on_all_ranks(weights(ddp.module))
-        ddp.zero_grad()  # another epoch
+        ddp.zero_grad()  # a second epoch
         mean_square(ddp, 9, here()).backward()
         assert equal_on_all_ranks(gradients(ddp.module))
         if here() == 0:  # rank 0's residual has shrunk since its last batch, and was saved
@@ -135,7 +138,7 @@ def _join_delivers_what_is_left(options):
 
 @practice(
     "uneven inputs at density 1",
-    attach="works. The final weights equal those of plain DDP's `join()`.",
+    attach="works. The final weights are the same as with plain DDP's `join()`.",
 )
 def test_join_at_density_1(column):
     def train(ddp):
@@ -163,8 +166,8 @@ def test_join_and_overflow(column):
 
 @practice(
     "`join(divide_by_initial_world_size=False)`, or decay in `correction=` under `join()`",
-    attach="refused. A rank without batches still delivers its residual, so averages are over all ranks; "
-    "its weights are outdated, so they must not decay.",
+    attach="refused. A rank without batches still delivers its residual, so averages must be over "
+    "all ranks. Its weights are outdated, so they must not decay.",
 )
 def test_join_refuses(column):
     for options, correction, words in (
@@ -183,10 +186,10 @@ def test_join_refuses(column):
 
 @practice(
     "evaluation between steps (`eval()`, `no_grad()`)",
-    attach="works. It does not touch gradients.",
-    updates="works. It evaluates this rank's weights or, inside `with sync.shared():`, the shared "
-    "ones.",
-    local="works. It does not touch gradients. It evaluates this rank's weights.",
+    attach="works. The evaluation does not touch gradients.",
+    updates="works. The evaluation uses this rank's weights or, inside `with sync.shared():`, the "
+    "shared weights.",
+    local="works. The evaluation does not touch gradients, and uses this rank's weights.",
 )
 def test_evaluation(column):
     def evaluate(model, rank):
@@ -200,8 +203,8 @@ def test_evaluation(column):
 
 @practice(
     "an exception in one rank's forward pass, caught, after which training continues",
-    attach="works. The others wait for this rank. If a rank skips a step altogether, the others' "
-    "last exchange ends at its deadline, with an error.",
+    attach="works. The other ranks wait for this rank. If it skips a step altogether, the last "
+    "exchange of the other ranks ends with an error at its deadline.",
     local="works. As with `attach`.",
 )
 def test_failing_forward(column):
@@ -218,10 +221,10 @@ def test_failing_forward(column):
 
 @practice(
     "Ctrl-C or an exception while a step waits for its exchange, caught, after which training continues",
-    attach="works. The other ranks commit the exchange, so this rank does as well, before its next step. "
-    "The averages of that step are dropped, as by plain DDP.",
-    updates="works. The exchange goes on, and is applied before the weights change, or by `finish()`: "
-    "training continues as if nothing had happened.",
+    attach="works. The other ranks commit the exchange, so this rank also commits it, before its "
+    "next step. The averages of the interrupted step are dropped, as under plain DDP.",
+    updates="works. The exchange continues, and is applied before the weights next change, or by "
+    "`finish()`. Training continues as if there had been no interruption.",
 )
 def test_interrupted_waits(column):
     for delay, stopped in (
@@ -262,7 +265,7 @@ def _train_through(column, delay, stopped, stop=lambda sync: nullcontext()):
 
 @contextmanager
 def interrupted(sync):
-    """Break off the first wait of the training thread, while the exchange is still under way."""
+    """Interrupt the training thread's first wait, while the exchange is still in flight."""
     goes_on, result = threading.Event(), Future.result
     sync._engine.submit(lambda: goes_on.wait(20.0))
 
@@ -315,16 +318,16 @@ def gradient_of(model, step, rank):
 
 
 _COUNTED = (
-    "works. Gradients are local, so dropping them affects no other rank; only the optimizer's step "
-    "counts."
+    "works. Gradients are local, so dropping them has no effect on the other ranks. Only the "
+    "optimizer's step counts."
 )
-_QUIET = "Run it within `no_sync()`, or use `torch.autograd.grad`."
+_QUIET = "Run the pass within `no_sync()`, or use `torch.autograd.grad`."
 
 
 @practice(
     "a backward pass whose gradients are dropped: adversarial inputs (FGSM), a GAN's other player",
-    attach=f"works. {_QUIET} Otherwise, it is exchanged like any other, as by plain DDP, and later "
-    "exchanges deliver the rest of it.",
+    attach=f"works. {_QUIET} Otherwise, its gradients are exchanged, as under plain DDP, and "
+    "later exchanges deliver the rest of them.",
     local=_COUNTED,
 )
 def test_dropped_gradients(column):
@@ -339,14 +342,14 @@ def test_dropped_gradients(column):
 
 @practice(
     "a pass that one rank does alone (`find_executable_batch_size`)",
-    attach="works. Use `no_sync()`; otherwise, the pass waits for the other ranks, as under plain "
+    attach="works. Use `no_sync()`. Otherwise, the pass waits for the other ranks, as under plain "
     "DDP.",
     updates=f"{_COUNTED} Before the first step of a DDP model, use `no_sync()`, as under plain "
-    "DDP: it rebuilds its buckets in the second pass, in which all ranks must take part.",
+    "DDP: DDP rebuilds its buckets in the second pass, in which all ranks must take part.",
     local=_COUNTED,
 )
 def test_a_pass_of_one_rank(column, folder):
-    """Before the first step, and directly after a load, ranks have yet to compare how they begin."""
+    """Before the first step and directly after a load, ranks have not compared their states yet."""
 
     def iteration(training, step):
         if step == STEPS - 1:
@@ -368,8 +371,8 @@ def test_a_pass_of_one_rank(column, folder):
 
 @practice(
     "accumulation without `no_sync()`, a micro-batch without a loss on one rank",
-    attach="works. In the exchange of that micro-batch, this rank contributes zeros.",
-    local="works. Gradients are local; the optimizer's step counts, whatever the gradients are.",
+    attach="works. This rank contributes zeros to the exchange of this micro-batch.",
+    local="works. Gradients are local, and the optimizer's step counts even without them.",
 )
 def test_a_micro_batch_without_a_loss(column):
     def loss(model, number, rank):
@@ -381,12 +384,11 @@ def test_a_micro_batch_without_a_loss(column):
 
 practice(
     "an iteration that some ranks leave out (`continue` without a batch, or where a loss is NaN)",
-    attach="refused. The others wait for its `backward()`, and raise an error at their deadline, "
-    "as under plain DDP. "
+    attach="refused. The other ranks wait for this rank's `backward()`, and raise an error at "
+    "their deadline, as under plain DDP. "
     "(tests/distributed/test_faults.py::test_a_frozen_rank_is_named_at_the_deadline)",
-    updates="refused. `finish()` and `save` raise an error that names the ranks' "
-    "different numbers of local steps. Call `sync.step()` in place of the omitted "
-    "iteration. "
+    updates="refused. `finish()` and `save` raise an error that says that ranks have taken "
+    "different numbers of local steps. Call `sync.step()` in place of the omitted iteration. "
     "(tests/distributed/test_updates.py::test_other_numbers_of_steps_are_told_by_finish_and_save)",
 )
 
@@ -405,9 +407,10 @@ def test_sgd(column):
 
 @practice(
     "SGD with momentum and weight decay",
-    attach="works. They apply to averages. Below 0.1 %, let `correction=` apply them before the "
-    "exchange (`docs/optimizers.md`); applying them twice is refused if `optimizer=` is given.",
-    updates="works. Momentum is local to the rank.",
+    attach="works. Momentum and decay apply to averages. Below a density of 0.1 %, use "
+    "`correction=`, which applies them before the exchange (`docs/optimizers.md`). If "
+    "`optimizer=` is given, applying them twice is refused.",
+    updates="works. Each rank has its own momentum.",
     averaging="works. Momentum is local, or averaged with `moments=`.",
 )
 def test_momentum(column):
@@ -426,12 +429,11 @@ practice(
 
 @practice(
     "Adam and AdamW",
-    attach="works. At density 1, this equals dense training. At lower densities, the "
-    "second moment differs from that of dense training, and `attach(optimizer=)` warns "
-    "about this.",
+    attach="works. At density 1, this equals dense training. At lower densities, the second "
+    "moment differs from the one in dense training, and `attach(optimizer=)` warns about this.",
     updates="works. `attach(model, optimizer)` chooses this exchange; moments are local, and no "
     "update is lost.",
-    UpdateSpace="works. `UpdateSpaceAdamW`: moments are local.",
+    UpdateSpace="works. Use `UpdateSpaceAdamW`; moments are local.",
     averaging="works. Moments are local, averaged, or reset, according to `moments=`. "
     "(tests/unit/test_averager.py::test_moments_stay_or_travel_or_are_reset)",
 )
@@ -447,7 +449,7 @@ def test_adamw(column):
     assert moved(net, start)
 
 
-_SCHEDULE = "works. Rates belong to the user's optimizer."
+_SCHEDULE = "works. The learning rates remain in the user's optimizer."
 
 
 @practice("learning-rate schedules", attach=_SCHEDULE, updates=_SCHEDULE, averaging=_SCHEDULE)
@@ -488,7 +490,8 @@ class Several:
 @practice(
     "several optimizers",
     attach="works. `attach` needs no optimizer.",
-    updates="works. `attach(model, [one, other])`; the last optimizer's steps count.",
+    updates="works. Pass all of them: `attach(model, [first, second])`. The steps of the last "
+    "optimizer count.",
     averaging="works. Call `step()` after the last optimizer's step.",
 )
 def test_several_optimizers(column):
@@ -498,10 +501,11 @@ def test_several_optimizers(column):
 @practice(
     "an optimizer that is not the one that was attached: replaced later, or one of several",
     attach="works. `attach` needs no optimizer.",
-    updates="refused. Its steps would never be exchanged, so it is refused before the "
-    "first one. After replacing an optimizer (staged unfreezing), call `finish()` and "
+    updates="refused. Its steps would never be exchanged, so the first step is refused before it "
+    "changes anything. After replacing an optimizer (staged unfreezing), call `finish()` and "
     "`close()`, and attach again on all ranks.",
-    averaging="works. `step()` averages after any optimizer's step.",
+    averaging="works. The averager's `step()` averages the weights, whichever optimizer changed "
+    "them.",
 )
 def test_other_optimizers(column):
     net = network()
@@ -546,9 +550,10 @@ class Wrapper(torch.optim.Optimizer):
 
 @practice(
     "a second `attach` of the same parameters",
-    attach="refused. They would be exchanged twice. After `close()`, they may be attached again.",
-    updates="refused. As with `attach`, for the whole model, a part of it, or a module that "
-    "contains it.",
+    attach="refused. The parameters would be exchanged twice. After `close()`, they may be "
+    "attached again.",
+    updates="refused. As with `attach`. This applies to the whole model, a part of it, and a "
+    "module that contains it.",
 )
 def test_attached_twice(column):
     exchange = "gradients" if column == "attach" else "updates"
@@ -574,8 +579,8 @@ def _adamw(parameters):
 
 
 _LATER = (
-    "refused. Gradients would be used before their exchange. `attach`, or the next forward pass, "
-    "refuses this."
+    "refused. Gradients would be used before they are exchanged. `attach` raises the error, or "
+    "else the next forward pass."
 )
 
 
@@ -583,7 +588,7 @@ _LATER = (
     "optimizers inside `backward()` (`_apply_optimizer_in_backward`)",
     attach=_LATER,
     updates=_LATER,
-    UpdateSpace="refused. As with `attach`; `step()` refuses this.",
+    UpdateSpace="refused. As with `attach`, but `step()` raises the error.",
 )
 def test_optimizer_in_backward(column):
     net = network()
@@ -594,7 +599,7 @@ def test_optimizer_in_backward(column):
         with refused("'0.weight' is stepped inside backward()"):
             training.step()
         return
-    for steps in (0, 1):  # and once the model was looked at
+    for steps in (0, 1):  # also after a step, when the model has already been checked
         net = network()
         training = Training(column, net)
         for step in range(steps):
@@ -612,13 +617,16 @@ def test_optimizer_in_backward(column):
 
 def _in_backward(net):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own: its torch.jit
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # torch itself uses torch.jit, which is deprecated
         from torch.distributed.optim import _apply_optimizer_in_backward
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
 
 
 _INSIDE = (
-    "refused. The step raises an error, and `backward()` ends with it. Step after `backward()`."
+    "refused. The step raises an error, so `backward()` fails. Call the optimizer's `step()` "
+    "after `backward()`."
 )
 
 
@@ -641,7 +649,7 @@ def test_optimizers_in_hooks(column):
             for hook in hooks:
                 hook.remove()
         assert all(map(torch.equal, before, net.parameters()))
-    # those of other models, e.g. of a copy, may step as they like
+    # optimizers of models that are not attached, e.g. of a copy, may step inside backward()
     other = copy.deepcopy(net)
     alone = {parameter: sgd([parameter]) for parameter in other.parameters()}
     with sparsync.attach(Ddp(net), list(own.values()), exchange=exchange):
@@ -652,8 +660,9 @@ def test_optimizers_in_hooks(column):
 
 
 _TWICE = (
-    "refused. It averages weights itself. Pass the inner optimizer to `attach`, and use "
-    "it in the loop. (tests/unit/test_optimizers.py::test_weights_are_not_averaged_twice)"
+    "refused. This optimizer averages weights itself. Pass the optimizer inside it to `attach`, "
+    "and use that optimizer in the loop. "
+    "(tests/unit/test_optimizers.py::test_weights_are_not_averaged_twice)"
 )
 practice("`PostLocalSGDOptimizer`", attach=_TWICE, updates=_TWICE)
 
@@ -661,8 +670,8 @@ practice("`PostLocalSGDOptimizer`", attach=_TWICE, updates=_TWICE)
 @practice(
     "sharpness-aware minimisation (SAM): two passes, and one step of the optimizer inside",
     attach="works. Run the first pass within `no_sync()`, as SAM's authors do.",
-    updates="works. Pass the wrapper or the optimizer inside it to `attach`. Exchanges "
-    "use the unperturbed weights. "
+    updates="works. Pass either the SAM optimizer or the optimizer inside it to `attach`. "
+    "Exchanges use the unperturbed weights. "
     "(tests/distributed/test_updates.py::test_sam_steps_once_per_iteration)",
     local="works. Both passes are local; call `step()` once per iteration.",
 )
@@ -707,7 +716,7 @@ class Outer(torch.optim.SGD):
     "a subclass of an optimizer, whose `step` calls its base's",
     attach="works. Every `backward()` is a step.",
     updates="works. Only the outermost call counts as a step.",
-    averaging="works. Call the averager's `step()` after it.",
+    averaging="works. Call the averager's `step()` after the optimizer's.",
 )
 def test_subclasses_of_optimizers(column):
     def iteration(training, step):
@@ -720,7 +729,7 @@ def test_subclasses_of_optimizers(column):
 @practice(
     "LBFGS",
     attach="works. The closure must return the loss averaged over ranks, because the loss "
-    "decides how often the closure is called; plain DDP requires the same.",
+    "determines how often the closure is called. Plain DDP requires the same.",
     updates="refused. LBFGS compares gradients from successive steps, but averaging "
     "changes the weights in between.",
 )
@@ -744,21 +753,21 @@ def test_lbfgs(column):
         for _ in range(STEPS):
             optimizer.step(closure)
         assert equal_on_all_ranks(weights(net)) and moved(net, start)
-        assert sync.steps > STEPS  # of every call of the closure
+        assert sync.steps > STEPS  # every call of the closure counts as a step
 
 
 practice(
     "the handle is not kept, and nothing is closed",
-    attach="works. The model keeps the handle; its threads, sockets and groups end with "
-    "the model. "
+    attach="works. The model keeps a reference to the handle, whose threads, sockets and groups "
+    "end with the model. "
     "(tests/distributed/test_exits.py::test_a_handle_that_nobody_keeps_goes_with_its_model)",
-    updates="works. The module keeps the handle, wrapped in DDP or not. "
+    updates="works. The module keeps a reference to the handle, with or without DDP. "
     "(tests/distributed/test_exits.py::test_a_handle_that_nobody_keeps_exchanges)",
 )
 
 _EXIT = (
-    "works. Within 5 s, the exchange under way is abandoned, its thread ends, and sockets close; "
-    "exit codes do not change. "
+    "works. Within 5 s, the exchange in flight is abandoned, its thread ends, and sockets are "
+    "closed. Exit codes do not change. "
     "(tests/distributed/test_exits.py::test_a_process_ends_as_it_should_while_an_exchange_is_under_way)"
 )
 practice(
@@ -770,8 +779,8 @@ practice(
 
 @practice(
     "Adafactor, Adagrad, RMSprop, Rprop, Adadelta",
-    attach="works. Like Adam: equal to dense training at density 1, with a warning at "
-    "lower densities.",
+    attach="works. As with Adam: at density 1, this equals dense training, and at lower "
+    "densities, there is a warning.",
     updates="works. Like any local optimizer.",
     averaging="works. Like any local optimizer.",
 )

@@ -52,8 +52,8 @@ AveragedModel = torch.optim.swa_utils.AveragedModel
 
 @practice(
     "tied parameters",
-    everywhere="works. They are one parameter with one place in the residual; its gradient counts "
-    "once.",
+    everywhere="works. They count as one parameter, with one set of residual entries and one "
+    "gradient.",
 )
 def test_tied(column):
     same_training(column, tied)
@@ -76,18 +76,18 @@ def test_frozen(column):
 
 @practice(
     "unused parameters, differing between ranks and steps",
-    attach="works. With `find_unused_parameters=True`: a rank that does not use a parameter contributes "
-    "a zero gradient, and its residual is still delivered, even if no rank uses the parameter.",
-    updates="works. With `find_unused_parameters=True`. Rounding may change parameters "
-    "that no rank trains, but less than it changes their neighbours; `finish()` restores "
-    "them.",
-    local="works. No setting is needed; a residual is still delivered.",
+    attach="works. Requires `find_unused_parameters=True`. A rank that does not use a parameter "
+    "contributes a zero gradient. The parameter's residual is still delivered, even if no rank "
+    "uses the parameter.",
+    updates="works. Requires `find_unused_parameters=True`. Rounding may change parameters that "
+    "no rank trains, but less than it changes neighbouring parameters; `finish()` restores them.",
+    local="works. No setting is needed. The residual of an unused parameter is still delivered.",
     averaging="works. No setting is needed.",
 )
 def test_unused(column):
     options = {"find_unused_parameters": True}
     same_training(column, Branches, ddp=options)
-    if column == "updates":  # 2 bits, as by default
+    if column == "updates":  # with the default settings, which round to 2 bits
         net = Branches()
         ddp, before = Ddp(net, **options), net.never.weight.clone()
         optimizer = torch.optim.AdamW(ddp.parameters(), weight_decay=0.0)
@@ -100,12 +100,12 @@ def test_unused(column):
 
 @practice(
     "parameters frozen after the start, all or some",
-    attach="works. Freeze all parameters together (as GANs do in alternation), or "
-    "some of them, with `find_unused_parameters=True`. Otherwise, the next forward pass is "
-    "refused, because DDP would wait for the gradients. The weights of a frozen layer no "
-    "longer change: the undelivered part of its gradients is dropped.",
-    updates="works. As with `attach`, but DDP itself raises the error, one step later. "
-    "Undelivered changes in the weights are still delivered.",
+    attach="works. Either freeze all parameters together (as GANs do, alternating between their "
+    "players), or freeze some of them, with `find_unused_parameters=True`. Otherwise, the next "
+    "forward pass is refused, because DDP would wait for the gradients. The weights of a frozen "
+    "layer no longer change: the undelivered part of its gradients is dropped.",
+    updates="works. As with `attach`, but DDP itself raises the error, one step later. Changes in "
+    "the weights that are not delivered yet are still delivered.",
     local="works. The residual of a frozen parameter is still delivered.",
     averaging="works. It is still averaged. "
     "(tests/unit/test_averager.py::test_a_model_that_changes_is_refused_but_may_freeze)",
@@ -153,11 +153,12 @@ CHANGES = {
 
 @practice(
     "parameters unfrozen, added or replaced after the start (also in `model.module`)",
-    attach="refused. DDP would train them on each rank alone; the next forward pass names the parameter.",
+    attach="refused. DDP would not exchange their gradients, so each rank would train them alone. "
+    "The error in the next forward pass names the parameter.",
     updates="refused. As with `attach`.",
-    UpdateSpace="refused. `step()` names the parameter.",
-    averaging="refused. `step()` names the parameter. (tests/unit/test_averager.py"
-    "::test_a_model_that_changes_is_refused_but_may_freeze)",
+    UpdateSpace="refused. The error, raised by `step()`, names the parameter.",
+    averaging="refused. The error, raised by `step()`, names the parameter. "
+    "(tests/unit/test_averager.py::test_a_model_that_changes_is_refused_but_may_freeze)",
 )
 def test_changed_models(column):
     attach = column in DDP_COLUMNS
@@ -168,7 +169,7 @@ def test_changed_models(column):
         if attach:
             training.backward(0)
         CHANGES[name](net)
-        if column == "updates" and name == "2.bias":  # frozen: DDP itself minds, a step later
+        if column == "updates" and name == "2.bias":  # frozen: DDP itself raises, a step later
             training.backward(1)
             with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
                 training.backward(2)
@@ -188,11 +189,11 @@ def test_changed_models(column):
 
 @practice(
     "`load_state_dict(assign=True)` after the start",
-    attach="refused. Neither the exchange nor the optimizer knows the new parameters; the next forward "
-    "pass names the first one. Load with `assign=False`, which copies values. The same holds without DDP "
-    "(`replicate=`).",
+    attach="refused. Neither the exchange nor the optimizer knows the new parameters. The error "
+    "in the next forward pass names the first new parameter. Load with `assign=False`, which "
+    "copies values. The same applies without DDP (`replicate=`).",
     updates="refused. As with `attach`.",
-    UpdateSpace="refused. As with `attach`; `step()` refuses this.",
+    UpdateSpace="refused. As with `attach`, but `step()` raises the error.",
 )
 def test_assigned_parameters(column):
     for steps in (0, 1):
@@ -210,11 +211,11 @@ def test_assigned_parameters(column):
 
 @practice(
     "a model that is converted or moved after the start (`ddp.double()`, `ddp.cpu()`), and perhaps back",
-    attach="refused. DDP would no longer see its gradients (without sparsync, this "
-    "happens silently); the next forward pass raises an error. Convert a copy of "
-    "`ddp.module`.",
-    updates="refused. Only while its dtype or device differs from the original one; "
-    "converting it there and back does no harm.",
+    attach="refused. DDP would no longer receive the model's gradients (without sparsync, this "
+    "happens silently), so the next forward pass raises an error. Convert a copy of `ddp.module` "
+    "instead.",
+    updates="refused. This applies only while the model's dtype or device differs from the "
+    "original one. Converting the model and converting it back does no harm.",
 )
 def test_converted_models(column):
     for steps in (0, 2):
@@ -249,7 +250,7 @@ def _ignoring(net, *names):
 
 @practice(
     "parameters that DDP ignores (`_set_params_and_buffers_to_ignore_for_model`), replaced later",
-    attach="works. They are identified by name, as by DDP, and stay local to each rank.",
+    attach="works. They are identified by name, as in DDP, and stay local to each rank.",
     updates="works. As with `attach`.",
 )
 def test_ignored_by_name(column):
@@ -273,9 +274,9 @@ def test_ignored_by_name(column):
 
 @practice(
     "`torch.func.functional_call` of the wrapped model",
-    attach="works. Tensors computed from the parameters (`p - lr * g`) pass their "
-    "gradients on to the parameters, and these are exchanged; gradients of other tensors "
-    "are local, as under plain DDP.",
+    attach="works. Tensors computed from the parameters (`p - lr * g`) pass their gradients on to "
+    "the parameters, whose gradients are exchanged. Gradients of tensors that do not depend on "
+    "the parameters are local, as under plain DDP.",
     updates="works. Gradients are local. The shared weights follow the model's own parameters.",
 )
 def test_functional_call(column):
@@ -303,11 +304,10 @@ def test_functional_call(column):
 @practice(
     "BatchNorm's buffers",
     attach="works. DDP broadcasts rank 0's buffers before every forward pass.",
-    updates="works. At `attach`, all ranks take rank 0's buffers. From then on, each "
-    "exchange averages them, and DDP's own broadcast is off; with "
-    "`DDP(broadcast_buffers=False)` they stay local. Integer buffers, buffers that are "
-    "not saved, and frozen parameters that the model itself changes stay local until "
-    "`finish()` replaces them with rank 0's.",
+    updates="works. At `attach`, all ranks take rank 0's buffers. From then on, each exchange "
+    "averages them, and DDP's own broadcast is off; with `DDP(broadcast_buffers=False)`, buffers "
+    "stay local. Integer buffers, buffers that are not saved, and frozen parameters that the "
+    "model itself changes stay local until `finish()` replaces them with rank 0's.",
     UpdateSpace="works. They stay local.",
     averaging="works. Averaged or local, according to `buffers=`. "
     "(tests/unit/test_averager.py::test_buffers_follow_their_rule)",
@@ -335,7 +335,7 @@ def test_buffers(column):
 
 @practice(
     "buffers that contain Inf: attention masks",
-    everywhere="works. They are constants, and remain unchanged.",
+    everywhere="works. They are treated as constants, and remain unchanged.",
 )
 def test_masks(column):
     def masked():
@@ -349,11 +349,11 @@ def test_masks(column):
 @practice(
     "buffers that no step changes: position tables, finite masks",
     attach="works. They are not exchanged; DDP broadcasts rank 0's buffers, as without sparsync.",
-    updates="works. Only a flag per buffer is exchanged; once a buffer changes on any "
-    "rank, it is averaged from that exchange on.",
+    updates="works. Only a flag per buffer is exchanged. Once a buffer changes on any rank, it is "
+    "averaged in every exchange from then on.",
     UpdateSpace="works. They stay local.",
-    averaging="works. They are averaged with the model, unless `persistent=False`; "
-    "`OuterAverager` is like `updates`.",
+    averaging="works. Buffers are averaged with the model, except those with `persistent=False`. "
+    "`OuterAverager` treats them like `updates`.",
 )
 def test_still_buffers(column):
     sent = []
@@ -382,15 +382,15 @@ def test_still_buffers(column):
 
 @practice(
     "weights that are loaded after the start",
-    attach="works. All ranks must load the same weights, as with plain DDP. The residual, "
-    "like the optimizer's moments, still belongs to the former weights. `sparsync.load` "
-    "restores it with the weights, and closing and attaching again starts without a "
+    attach="works. All ranks must load the same weights, as with plain DDP. The residual and the "
+    "optimizer's moments still belong to the former weights. `sparsync.load` restores the "
+    "residual together with the weights. Closing the handle and attaching again starts without a "
     "residual.",
-    updates="works. Before the first step, training starts from the loaded weights if all "
-    "ranks have loaded the same ones. Weights that differ, or that are loaded between "
-    "steps, are refused. "
+    updates="works. Before the first step, all ranks may load the same weights, and training "
+    "starts from them. Weights that differ between ranks, or that are loaded between steps, are "
+    "refused. "
     "(tests/distributed/test_updates.py::test_a_checkpoint_that_is_loaded_after_attach_is_the_start_of_all)",
-    UpdateSpace="works. As with `attach`; instead of closing a handle, make a new optimizer.",
+    UpdateSpace="works. As with `attach`, but there is no handle to close: make a new optimizer.",
     averaging="works. Before the first step, all ranks begin from the weights that "
     "`load_state_dict` has loaded. Between steps, schemes that keep former weights, such "
     "as WAGMA-SGD's stale models, refuse loaded weights; the other schemes continue from "
@@ -433,7 +433,7 @@ def _buffers_are_those_of_rank_0():
     def train(ddp):
         loop(ddp, sgd(ddp.parameters()))
         ddp.eval()
-        ddp(torch.zeros(1, 20))  # broadcasts the last statistics
+        ddp(torch.zeros(1, 20))  # makes DDP broadcast the statistics of the last step
         buffers = {n: b.double() for n, b in ddp.module.named_buffers()}
         return buffers | weights(ddp.module)
 
@@ -445,7 +445,7 @@ def _buffers_are_those_of_rank_0():
 
 @practice(
     "channels_last",
-    attach="works. Residuals are in element order, not in memory order, so a saved "
+    attach="works. Residuals are stored in element order, not in memory order, so a saved "
     "residual fits either layout.",
     local="works. Strides do not change.",
 )
@@ -455,8 +455,8 @@ def test_channels_last(column):
 
 @practice(
     "copying or pickling the wrapped model (`copy.deepcopy(ddp)`, `torch.save(ddp)`)",
-    attach="refused. A copy would train without the exchange. Copy or save `model.module`. Without DDP "
-    "(`replicate=`) nothing is wrapped: a copy is a plain model.",
+    attach="refused. A copy would train without the exchange. Copy or save `model.module`. "
+    "Without DDP (`replicate=`), nothing is wrapped, and a copy is a plain model.",
     updates="refused. As with `attach`; a plain module can be copied.",
 )
 def test_copies(column):
@@ -470,15 +470,17 @@ def test_copies(column):
             with refused("cannot be copied or pickled", "model.module"):
                 copying()
         torch.save(ddp.module, io.BytesIO())
-        mean_square(copy.deepcopy(ddp.module), 1, here()).backward()  # no hook: it trains alone
+        mean_square(
+            copy.deepcopy(ddp.module), 1, here()
+        ).backward()  # the copy has no hook, so this pass is local
 
 
 @practice(
     "EMA of the weights (`AveragedModel`)",
     attach="works. Average `model.module`; the EMA is equal on all ranks.",
-    updates="works. The EMA is equal on all ranks if updated inside `with sync.shared():`; "
-    "otherwise, each rank has its own.",
-    UpdateSpace="works. Equal on all ranks.",
+    updates="works. The EMA is equal on all ranks if it is updated inside `with sync.shared():`; "
+    "otherwise, it differs between ranks.",
+    UpdateSpace="works. The EMA is equal on all ranks.",
     averaging="works. The EMA is equal on all ranks whenever the models are: after every step "
     "with period 1, or after `finish()`.",
 )
@@ -512,7 +514,7 @@ practice = section(__name__, "DDP's settings, compilation")
 
 @practice(
     "`static_graph=True`",
-    attach="works. The first step is exchanged after the backward pass.",
+    attach="works. The exchange of the first step takes place after the backward pass.",
     updates="works. No difference.",
 )
 def test_static_graph(column):
@@ -521,7 +523,7 @@ def test_static_graph(column):
 
 @practice(
     "`static_graph=True` with parameters that are never used",
-    attach="works. The correction's decay and velocity apply to them as well.",
+    attach="works. The correction's decay and velocity also apply to them.",
 )
 def test_unused_ones_decay_in_a_static_graph(column):
     ends = []
@@ -549,13 +551,13 @@ def test_bucket_view(column):
 
 @practice(
     "`DDP(skip_all_reduce_unused_params=True)`",
-    attach="refused. DDP would hand over only some buckets, and perhaps never the last one. Omit "
-    "this setting.",
-    updates="refused. As with `attach`; nothing is reduced in any case.",
+    attach="refused. DDP would pass only some buckets to the hook, and perhaps never the last "
+    "one. Omit this setting.",
+    updates="refused. As with `attach`. With updates, DDP reduces nothing in any case.",
 )
 def test_skipped_buckets(column):
     if "skip_all_reduce_unused_params" not in inspect.signature(Ddp).parameters:
-        return  # torch before 2.13
+        return  # torch before 2.13 has no such setting
     ddp = Ddp(network(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
     with refused("skip_all_reduce_unused_params=True", "omit it"):
         _attach(ddp, column)
@@ -563,9 +565,9 @@ def test_skipped_buckets(column):
 
 @practice(
     "DDP around DDP",
-    attach="works. The outer DDP must ignore the inner one's parameters, and both must be "
+    attach="works. The outer DDP must ignore the parameters of the inner DDP, and both must be "
     "attached. If both would exchange the same parameters, this is refused.",
-    updates="refused. This applies if both would exchange the same parameters.",
+    updates="refused. It is refused if both would exchange the same parameters.",
 )
 def test_nested(column):
     with refused("the module of this DDP model", "wrap once"):
@@ -583,7 +585,9 @@ def test_nested(column):
             mean_square(outer, step, here()).backward()
         mine = local_gradients(Case(), network(), STEPS - 1, here())
     mean = added((1 / dist.get_world_size(), everywhere(mine)))
-    found = dict(zip(mean, gradients(net).values(), strict=True))  # one is "3.module.weight"
+    found = dict(
+        zip(mean, gradients(net).values(), strict=True)
+    )  # names differ, e.g. "3.module.weight"
     assert_close(found, mean, 1e-6, "nested")
 
 
@@ -593,7 +597,7 @@ def _attach(model, column):
 
 practice(
     "a second communication hook",
-    attach="refused. DDP accepts only one; its native mixed precision uses one as well. "
+    attach="refused. DDP accepts only one hook; DDP's native mixed precision also uses one. "
     "(tests/distributed/test_ddp.py::test_attach_refuses)",
 )
 
@@ -612,7 +616,7 @@ def compiled(model):
 )
 def test_compiled(column):
     same_training(column, wrap=compiled)
-    if column == "updates":  # DDP exchanges nothing: gradients are each rank's own
+    if column == "updates":  # DDP exchanges nothing, so gradients differ between ranks
         with attached(network(), column=column, wrap=compiled) as (model, _):
             mean_square(model, 0, here()).backward()
             assert not equal_on_all_ranks(gradients(model))
@@ -620,9 +624,9 @@ def test_compiled(column):
 
 @practice(
     "a container around a DDP model, or the module inside it",
-    attach="refused. DDP would continue to exchange all gradients. `attach` refuses a container; "
-    "with `replicate=`, the first forward pass inside DDP is refused.",
-    updates="refused. As with `attach`; the module inside is refused at DDP's first forward pass.",
+    attach="refused. DDP would continue to exchange all gradients. `attach` refuses a container. "
+    "With `replicate=`, the first forward pass inside DDP is refused.",
+    updates="refused. As with `attach`. The module inside is refused in DDP's first forward pass.",
 )
 def test_around_ddp(column):
     exchange = "gradients" if column == "attach" else "updates"
@@ -642,7 +646,7 @@ def test_around_ddp(column):
 
 @practice(
     "`torch.compile` of the model before it is wrapped",
-    attach="works. No difference, except that torch's prefix precedes the names in saved states.",
+    attach="works. No difference, except that names in saved states have torch's prefix.",
     local="works. As with `attach`.",
 )
 def test_compiled_inside(column):
@@ -651,8 +655,8 @@ def test_compiled_inside(column):
 
 @practice(
     "`torch._dynamo.config.optimize_ddp = 'python_reducer'`",
-    attach="refused. This reducer hands over gradients one by one, and never signals the "
-    "last one. Wrap the model with the default setting.",
+    attach="refused. This reducer passes on gradients one by one, and does not signal the last "
+    "one. Use the default setting when wrapping the model.",
     updates="refused. As with `attach`; alternatively, attach the plain module.",
 )
 def test_python_reducer(column):
@@ -685,7 +689,7 @@ def test_checkpointed(column):
 
 @practice(
     "activation checkpointing, reentrant",
-    attach="works. No difference if DDP itself allows it. Without DDP (`replicate=`), it is "
+    attach="works. No difference, if DDP itself allows it. Without DDP (`replicate=`), it is "
     "refused.",
     local="works. No difference.",
 )

@@ -1,4 +1,4 @@
-"""Train one model by every integration, and in one process with all ranks' batches.
+"""Train one model with every integration, and in one process with all ranks' batches.
 
 With density 1 and period 1, all integrations give the same weights. With a lower density, no step
 loses anything: gradients and updates are either delivered or kept in the residual.
@@ -56,9 +56,10 @@ def same(thing: Any) -> Any:
 
 
 class Training:
-    """A model ``net`` that an integration trains; the loop calls ``called`` instead.
+    """A model ``net`` that is trained with an integration.
 
-    ``handle`` is the object that sparsync returned; an averager steps after the optimizer.
+    The loop calls ``called``, which is ``net`` or its wrapper. ``handle`` is the object that sparsync
+    returned.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Training:
         self._before = weights(self.net)
 
     def step(self) -> None:
-        """Step the optimizer, and the averager if there is one."""
+        """Step the optimizer, and then the averager, if there is one."""
         self.optimizer.step()
         if self.averages:
             self.average()
@@ -144,7 +145,7 @@ class Training:
 def attached(
     net: nn.Module, density: float = 1.0, column: str = "attach", **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Attach to a model in DDP; yield the DDP model and the handle, and close it at the end."""
+    """Wrap a model in DDP and attach; yield the DDP model and the handle, and close the handle at the end."""
     training = Training(column, net, density, **options)
     try:
         yield training.called, training.handle
@@ -156,7 +157,7 @@ def attached(
 
 
 def plain(name: str) -> str:
-    return name.replace("_orig_mod.", "")  # torch.compile's prefix
+    return name.replace("_orig_mod.", "")  # torch.compile adds this prefix
 
 
 def weights(model: nn.Module) -> Named:
@@ -164,7 +165,7 @@ def weights(model: nn.Module) -> Named:
 
 
 def gradients(model: nn.Module) -> Named:
-    """Return every gradient, dense; zeros where there is none."""
+    """Return all gradients by name, as dense tensors; a missing gradient is returned as zeros."""
     found = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -179,7 +180,7 @@ def residuals(state: Mapping[str, Any], like: Named) -> Named:
 
 
 def everywhere(values: Named) -> Named:
-    """Sum over ranks."""
+    """Return the sum over ranks, by name."""
     total = torch.cat([value.flatten() for value in values.values()])
     dist.all_reduce(total)
     parts = total.split([value.numel() for value in values.values()])
@@ -210,33 +211,33 @@ def moved(net: nn.Module, start: Named) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train."""
+    """The settings of a training run that all integrations repeat."""
 
     make: Callable[[], nn.Module] = network  # equal on all ranks
-    # loss of a model, micro-batch and rank
+    # returns the loss for a model, the number of a micro-batch, and a rank
     loss: Callable[[nn.Module, int, int], Tensor] = mean_square
     micro: int = 1  # backward passes per step
-    no_sync: bool = True  # whether all of them but the last are within no_sync
+    no_sync: bool = True  # whether all passes except the last are within no_sync
     ddp: Mapping[str, Any] = field(default_factory=dict)
     wrap: Callable[[Any], Any] = same  # wraps the called model: the DDP model, or the plain one
     wrap_inner: Callable[[Any], Any] = same  # wraps the model before DDP does
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     clip: float | None = None  # clips the gradients that the optimizer gets
-    set_to_none: bool = True  # of ``zero_grad``
-    before: Callable[[nn.Module, int], None] = lambda model, rank: None  # every step
-    tolerance: float = 1e-5  # tolerance of weights and of the law
-    exact: bool = True  # whether local optimizers equal the common one if everything is exchanged
+    set_to_none: bool = True  # the argument of ``zero_grad``
+    before: Callable[[nn.Module, int], None] = lambda model, rank: None  # called before every step
+    tolerance: float = 1e-5  # for comparisons of weights and for the law
+    exact: bool = True  # whether local optimizers give the same weights as one process at density 1
 
 
 def same_training(column: str, make: Callable[[], nn.Module] = network, **settings: Any) -> None:
-    """Assert that an integration gives the same weights as one process, and loses nothing."""
+    """Assert that an integration gives the same weights as one process, and that nothing is lost."""
     case, local = Case(make, **settings), column != "attach"
     ends = _train(case, column, 1.0)
     assert equal_on_all_ranks(ends), "replicas differ"
     if case.exact or not local:
         assert_close(ends, _one_process(case, clip_local=local), case.tolerance, "one process")
         assert moved(case.make(), ends), "weights did not move"
-    if column != "averaging":  # which has no density
+    if column != "averaging":  # averaging has no density
         assert equal_on_all_ranks(_train(case, column, SPARSE)), "replicas differ"
 
 
@@ -246,7 +247,10 @@ def _train(case: Case, column: str, density: float) -> Named:
     names = ("ddp", "wrap", "wrap_inner", "optimizer", "tolerance")
     training = Training(column, net, density, **{name: getattr(case, name) for name in names})
     model, handle, attach = training.called, training.handle, column == "attach"
-    exact = column in ("attach", "UpdateSpace")  # what is delivered is known
+    exact = column in (
+        "attach",
+        "UpdateSpace",
+    )  # the delivered values can be computed from averages or weights
     try:
         for step in range(STEPS):
             if exact:

@@ -50,7 +50,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def addresses() -> dict[str, str]:
-    """Return the URLs in ``[project.urls]`` of ``pyproject.toml``, the only place that states them, by label."""
+    """Return ``[project.urls]`` of ``pyproject.toml``, the only file that states these addresses."""
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     table = text.split("[project.urls]")[1].split("[project.scripts]")[0]
     return dict(re.findall(r'^(\w+) = "(.*)"$', table, re.MULTILINE))

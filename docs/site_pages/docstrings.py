@@ -70,10 +70,8 @@ def as_markdown(text: str) -> str:
         '`a` in [Paper](https://example.org), as follows:'
     """
     text = _LINK.sub(lambda link: f"[{' '.join(link[1].split())}]({link[2]})", text)
-    lines, literal = (
-        [],
-        None,
-    )  # a literal block continues while lines are indented further than this
+    # a literal block continues while its lines are indented further than ``literal``
+    lines, literal = [], None
     for line in _with_tables(text.split("\n")):
         indent = len(line) - len(line.lstrip())
         if literal is not None and line.strip() and indent <= literal:

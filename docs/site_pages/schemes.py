@@ -120,9 +120,8 @@ def _class(name: str) -> type[Any]:
     if inspect.isfunction(made):
         made = get_type_hints(made)["return"]
     found: type[Any] = made.func if isinstance(made, functools.partial) else made
-    return (
-        OuterStep if found is OuterAverager else found
-    )  # the arguments of OuterStep are the scheme's settings
+    # the scheme's settings are the arguments of OuterStep
+    return OuterStep if found is OuterAverager else found
 
 
 def _guide(name: str) -> list[str]:

@@ -404,8 +404,7 @@ def test_float16_does_not_overflow(column):
 
 @practice(
     "complex parameters",
-    attach="refused. The selection by magnitude does not support complex entries; use "
-    "`torch.view_as_real`.",
+    attach="refused. Only real entries can be exchanged. Use `torch.view_as_real`.",
     updates="refused. As with `attach`.",
     UpdateSpace="refused. As with `attach`.",
     averaging="works. They are averaged as pairs of reals. (tests/unit/test_averager.py"

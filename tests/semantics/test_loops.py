@@ -123,9 +123,7 @@ def _join_delivers_what_is_left(options):
         assert state["content"]["reducer"]["step"] == max(BATCHES)
         left = residuals(state, came)
         if here() == 0:
-            applied = added(
-                (0.0, applied)
-            )  # only rank 1 takes part in all steps, so its averages are complete
+            applied = added((0.0, applied))  # only rank 1 has seen all averages
         total = added((ranks, everywhere(applied)), (1.0, everywhere(left)))
         assert_close(everywhere(came), total, 1e-4, "the law")
         assert equal_on_all_ranks(weights(ddp.module))
@@ -617,9 +615,7 @@ def test_optimizer_in_backward(column):
 
 def _in_backward(net):
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # torch itself uses torch.jit, which is deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch itself uses torch.jit
         from torch.distributed.optim import _apply_optimizer_in_backward
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
 

@@ -470,9 +470,8 @@ def test_copies(column):
             with refused("cannot be copied or pickled", "model.module"):
                 copying()
         torch.save(ddp.module, io.BytesIO())
-        mean_square(
-            copy.deepcopy(ddp.module), 1, here()
-        ).backward()  # the copy has no hook, so this pass is local
+        # the copy has no hook, so this pass is local
+        mean_square(copy.deepcopy(ddp.module), 1, here()).backward()
 
 
 @practice(
@@ -567,7 +566,7 @@ def test_skipped_buckets(column):
     "DDP around DDP",
     attach="works. The outer DDP must ignore the parameters of the inner DDP, and both must be "
     "attached. If both would exchange the same parameters, this is refused.",
-    updates="refused. It is refused if both would exchange the same parameters.",
+    updates="refused. This applies only if both would exchange the same parameters.",
 )
 def test_nested(column):
     with refused("the module of this DDP model", "wrap once"):
@@ -585,9 +584,8 @@ def test_nested(column):
             mean_square(outer, step, here()).backward()
         mine = local_gradients(Case(), network(), STEPS - 1, here())
     mean = added((1 / dist.get_world_size(), everywhere(mine)))
-    found = dict(
-        zip(mean, gradients(net).values(), strict=True)
-    )  # names differ, e.g. "3.module.weight"
+    # by position, because names differ: one is "3.module.weight"
+    found = dict(zip(mean, gradients(net).values(), strict=True))
     assert_close(found, mean, 1e-6, "nested")
 
 

@@ -145,7 +145,7 @@ class Training:
 def attached(
     net: nn.Module, density: float = 1.0, column: str = "attach", **options: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Wrap a model in DDP and attach; yield the DDP model and the handle, and close the handle at the end."""
+    """Wrap a model in DDP and attach; yield the DDP model and the handle, and close at the end."""
     training = Training(column, net, density, **options)
     try:
         yield training.called, training.handle
@@ -247,10 +247,7 @@ def _train(case: Case, column: str, density: float) -> Named:
     names = ("ddp", "wrap", "wrap_inner", "optimizer", "tolerance")
     training = Training(column, net, density, **{name: getattr(case, name) for name in names})
     model, handle, attach = training.called, training.handle, column == "attach"
-    exact = column in (
-        "attach",
-        "UpdateSpace",
-    )  # the delivered values can be computed from averages or weights
+    exact = column in ("attach", "UpdateSpace")  # only here is the delivered part known
     try:
         for step in range(STEPS):
             if exact:

@@ -65,9 +65,7 @@ def test_backward_twice(column):
         with attached(Words(), column=column) as (ddp, sync):
             for micro in range(3):
                 mean_square(ddp, micro, here()).backward()
-            assert (
-                sync.stats()["local_steps"] == 0
-            )  # passes are not counted, and the optimizer has not stepped
+            assert sync.stats()["local_steps"] == 0  # passes do not count as steps
 
 
 @practice(

@@ -411,7 +411,7 @@ def _chosen(
         return "gradients", ""
     return "updates", (
         f"{type(others[0]).__name__} does not step in proportion to the gradient, and sparse "
-        "averages would distort its steps (exchange='gradients' or 'updates' decides otherwise)"
+        "averages would distort its steps (exchange='gradients' or 'updates' overrides this)"
     )
 
 

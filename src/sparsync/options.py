@@ -266,7 +266,7 @@ class Options:
                 f"other entries wait about {1 / density:.0f} steps, which matters if a training has only "
                 "a few hundred steps: then give density=0.1"
             )
-        tell(f"exchanges {said} (density= decides otherwise); {lag}")
+        tell(f"exchanges {said} (density= overrides this); {lag}")
         return replace(self, density=density, compression=given)
 
     def tell_of_bytes(
@@ -304,7 +304,7 @@ class Options:
             f"{name}: layers that are too small to compress are {100 * part:.3g} % of the "
             f"gradient and {100 * share:.0f} % of the bytes of a step, because they travel dense "
             f"({option}"
-            "Compression(compress=...) decides otherwise)"
+            "Compression(compress=...) overrides this)"
         )
 
     def _tell_of_one(self, units: Sequence[Unit]) -> None:

@@ -49,7 +49,7 @@ def test_small_models_are_exchanged_whole_and_large_ones_as_before(elements, ent
     assert unit.dense == (entries == elements)
     assert unit.entries(options.density) == entries
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line and "(density= decides otherwise)" in line
+    assert said in line and "(density= overrides this)" in line
     assert line.endswith("delay costs more than bytes") == (elements < LARGE)
     assert line.endswith("give density=0.1") == (elements >= LARGE)
 
@@ -130,7 +130,7 @@ def test_the_user_is_told_where_sparse_sends_more_than_dense(algorithm, ranks, d
 def test_a_preset_that_a_small_model_does_not_use_is_named():
     said = []
     settings(algorithm="sparcml").for_size(5_000, said.append)
-    assert "densely; sparcml is not used (density= decides otherwise)" in said[0]
+    assert "densely; sparcml is not used (density= overrides this)" in said[0]
 
 
 def test_density_falls_with_size_to_the_usual_one():

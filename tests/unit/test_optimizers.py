@@ -190,7 +190,7 @@ def test_attach_says_once_what_is_done_with_the_steps(alone, capsys):
             small,
             {},
             f"{corrected}; 8 bits per weight on every step, because in a model this small "
-            "rounding costs more than bytes (algorithm= decides otherwise)",
+            "rounding costs more than bytes (algorithm= overrides this)",
         ),
         (
             small,

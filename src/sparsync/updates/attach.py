@@ -81,7 +81,7 @@ def said_of_size(algorithm: str | Algorithm | OuterStep | None, outer: OuterStep
     often = "on every step" if outer.first_period == 1 else f"every {outer.first_period} steps"
     return (
         f"{bits} bits per weight {often}, because in a model this small "
-        "rounding costs more than bytes (algorithm= decides otherwise)"
+        "rounding costs more than bytes (algorithm= overrides this)"
     )
 
 

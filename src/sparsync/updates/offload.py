@@ -76,6 +76,6 @@ def offloaded(
         say(
             f"{device} has {free / 1e9:.3g} GB left, and the shared weights of {size:,} parameters would "
             f"take {size * _WORD / 1e9:.3g}: they are kept in host memory (Compression(offload=) "
-            "decides otherwise)"
+            "overrides this)"
         )
     return Offload(residual=True, shared=lacks)

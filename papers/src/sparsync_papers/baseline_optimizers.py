@@ -144,7 +144,7 @@ class UpdateSpace(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse a GradScaler, which reads this attribute: it could skip the step on some ranks only."""
+        """Refuse a GradScaler, which reads this attribute: it could skip a step on only some ranks."""
         raise ConfigurationError(
             f"{type(self).__name__} does not support a GradScaler: a rank that skipped its step "
             "would leave the others waiting; use bfloat16 autocast, which needs none, or "
@@ -162,7 +162,7 @@ class UpdateSpace(torch.optim.Optimizer):
         groups = {p: group for group in self.param_groups for p in group["params"]}
         updates = [self._updates(unit, groups) for unit in self.reducer.units]
         try:
-            run(self.reducer.reduce(updates))  # replaces the updates by the result
+            run(self.reducer.reduce(updates))  # replaces the updates with the result
         except NonFiniteGradientError:
             self.reducer.skip()
             raise
@@ -239,7 +239,7 @@ class UpdateSpaceSGD(UpdateSpace):
             algorithm or option is unknown.
         NonFiniteGradientError: from ``step``; parameters and residuals are unchanged.
 
-    State: the reducer's and torch's, per rank, in ``state_dict()``.
+    State: the reducer's state and torch's state, per rank, in ``state_dict()``.
     Differs from the paper: accepts any preset. "sparcml" gives SparCML's Algorithm 1 verbatim,
     which applies the sum instead of the mean.
 
@@ -273,7 +273,7 @@ class UpdateSpaceAdamW(UpdateSpace):
         w = (1 - lr weight_decay) w - mean of the delivered entries
 
     Args:
-        model: as for ``UpdateSpaceSGD``, like ``lr``, ``algorithm`` and ``options``.
+        model: see ``UpdateSpaceSGD``; the same holds for ``lr``, ``algorithm`` and ``options``.
         betas: b1 and b2.
         eps: number added to the square root.
         weight_decay: decoupled, applied equally on all ranks.
@@ -288,7 +288,7 @@ class UpdateSpaceAdamW(UpdateSpace):
         NonFiniteGradientError: from ``step``; parameters and residuals are unchanged, as are the
             moments of parameters whose local gradient was not finite.
 
-    State: torch's (local moments) and the reducer's.
+    State: torch's state (local moments) and the reducer's state.
 
     Differs from the paper: with Adam, Ok-Topk exchanges gradients.
 
@@ -367,7 +367,8 @@ class UpdateSpaceAdamW(UpdateSpace):
     def _update_(self, parameter: Tensor, group: dict[str, Any], update: Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        if not bool(torch.isfinite(gradient).all()):  # all ranks will refuse it: keep moments
+        # all ranks will refuse this step, so its gradient must not change the moments
+        if not bool(torch.isfinite(gradient).all()):
             update.fill_(torch.nan)
             return
         state = _state_of(self, parameter)

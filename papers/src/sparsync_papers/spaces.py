@@ -53,7 +53,7 @@ class Updates(Exchange):
 
 @final
 class Local(Exchange):
-    """Exchanges each rank's local progress with ``OuterAverager``; its weights keep the residual."""
+    """Exchanges each rank's local progress with ``OuterAverager``; the weights keep the residual."""
 
     def __init__(self, settings: TrainSettings, algorithm: Algorithm, model: nn.Module) -> None:
         comm, decay = settings.connect(), settings.weight_decay

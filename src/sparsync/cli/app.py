@@ -41,8 +41,9 @@ COMMANDS: MappingProxyType[str, tuple[str, str]] = MappingProxyType(
     }
 )
 _GROUP = "sparsync.commands"
-# If sparsync-papers is not installed, an error names its commands.  Commands of all other packages are
-# listed with their package's summary, because importing them would make --help slow.
+# The commands of sparsync-papers are known here, so that an error can name the package if it is missing.
+# The commands of all other packages are listed with their package's summary, because importing them
+# would make --help slow.
 _OF_PAPERS = MappingProxyType(
     {
         "reproduce": "Reproduce the papers' tables and figures; --list shows them.",
@@ -61,7 +62,7 @@ def make_app(wanted: str | None = None) -> typer.Typer:
         name="sparsync",
         help="Data-parallel training on networks too slow for dense allreduce.",
         add_completion=False,
-        rich_markup_mode=None,  # its panels truncate option names at 80 columns
+        rich_markup_mode=None,  # rich's panels truncate option names at 80 columns
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
@@ -123,7 +124,7 @@ def main() -> None:
             # an ASCII terminal, or a file name that is not valid text, must not abort a run
             stream.reconfigure(errors="backslashreplace")
     code = exit_code(lambda: _run(arguments))
-    with suppress(OSError, ValueError):  # the terminal may be gone
+    with suppress(OSError, ValueError):  # the terminal may have been closed
         # progress bars hide the cursor, and a killed process may have left it hidden
         Console(stderr=True).show_cursor()
     sys.exit(code)
@@ -164,7 +165,7 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def _speaks() -> bool:
-    """Return whether this process should print: it is rank 0, the only process, or cannot tell."""
+    """Return whether this process should print: its rank is 0 or unknown, or it is the only process."""
     with suppress(ConfigurationError):
         here = detect()
         return here is None or here.rank == 0

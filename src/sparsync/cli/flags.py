@@ -41,8 +41,8 @@ __all__ = [
     "whole",
 ]
 
-_LONGEST = 30  # digits of a whole number
-# suffixes in which the sizes of models are given
+_LONGEST = 30  # maximum number of digits of a whole number
+# suffixes of model sizes, e.g. in 14.7M or 7B
 _POWERS = MappingProxyType({"k": "e3", "K": "e3", "M": "e6", "G": "e9", "B": "e9"})
 
 T = TypeVar("T")
@@ -106,7 +106,8 @@ def ranks_option(default: int) -> Any:
     )
 
 
-# the options that describe links, for every command with --lab; their values are merged into --lab's
+# the options that describe links, added to every command with --lab; their values are merged into the
+# value of --lab
 _LINKS = tuple(
     Parameter(
         name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, Option(help=text)]
@@ -123,7 +124,7 @@ _LINKS = tuple(
 
 
 def takes(settings: type) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Add the options that a settings class declares to a command, which gets them as ``**fields``.
+    """Add a settings class's options to a command, which receives their values as ``**fields``.
 
     Args:
         settings: a dataclass; a field without ``typer.Option`` is not an option.

@@ -42,7 +42,7 @@ def open_device(interface: str) -> int:
         ) from None
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", interface.encode(), flags))
-    # packets stay on one machine, so skip checksums and segmentation, the work of a network card
+    # packets stay on one machine, so skip checksums and segmentation, which a network card would do
     fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
     return device
 
@@ -54,7 +54,7 @@ class Forwarder:
     Args:
         devices: files from ``open_device``, by rank; closed with the forwarder.
         links: the links of the ranks.
-        network: the address just below rank 0's.
+        network: the address directly below rank 0's address.
         queue: seconds that a packet may wait for a link.
     """
 
@@ -75,8 +75,8 @@ class Forwarder:
         downs = [wire(link, link.down) for link in links]
 
         def run() -> None:
-            # raise the thread's priority above the ranks', so that its timers are not late; without the
-            # privilege to do so, it competes with the ranks for a core
+            # give the thread a higher priority than the ranks, so that its timers are not late; without
+            # the privilege to do so, the thread competes with the ranks for a core
             with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
             EXTENSION.forward(devices, ups, downs, int(IPv4Address(network)), stop)

@@ -19,8 +19,8 @@ def command(
 ) -> None:
     """Make one certificate per rank, for encrypted exchanges: --curve-keys and curve_keys=.
 
-    Every rank needs all public keys, but only its own secret key: copy the folder to each machine
-    without the other ranks' secret keys.
+    A rank needs all public keys, but only its own secret key.  When you copy the folder to a machine,
+    leave out the secret keys of ranks that run elsewhere.
     """
     made = make_curve_keys(directory, ranks)
     Console().print(

@@ -3,15 +3,15 @@
 ::
 
     rank 0: eth0 --(tbf)--> rank0 --+                  tbf shapes the packets that leave an interface:
-            eth0 <--(tbf)-- rank0 --+-- bridge         at a rank's own eth0 those that it sends, at
-    rank 1: eth0 --(tbf)--> rank1 --+                  the bridge's end of its link those that it
-            eth0 <--(tbf)-- rank1 --+                  receives
+            eth0 <--(tbf)-- rank0 --+-- bridge         at eth0, the packets that the rank sends; at
+    rank 1: eth0 --(tbf)--> rank1 --+                  the bridge's end of the link, the packets
+            eth0 <--(tbf)-- rank1 --+                  that the rank receives
 
 Links with delay, jitter or loss use ``netem`` instead of ``tbf``.  If the kernel has no ``netem``, a
 thread of this process carries the packets between the ranks (``forwarder.py``), and there is no bridge.
 
 No part of a lab has a global name.  A namespace exists as long as the process that made it holds it open
-or a rank runs inside.  So nothing is left when these processes have ended, even if they were killed.
+or a rank runs inside.  When these processes have ended, nothing is left, even if they were killed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _COMMAND_SECONDS = 10.0  # time limit for each iproute2 command
 # acknowledgements would wait behind seconds of data
 _SEND_BUFFER_SECONDS = 0.02
 _LEAST_SEND_BUFFER = 65_536  # bytes; with less, TCP stalls
-_MOST_SEND_BUFFER = 524_288  # bytes that Linux grants a program that asks for more
-_USUAL_SEND_BUFFER = 4_194_304  # bytes that Linux grants a program that does not ask
+_MOST_SEND_BUFFER = 524_288  # bytes; the most that Linux grants a program that sets the size
+_USUAL_SEND_BUFFER = 4_194_304  # bytes; the most that Linux chooses if a program does not set it
 _LEAST_QUEUE_SECONDS = 0.1
 _DEVICE_PACKETS = 10_000  # packets that a device's queue holds between two turns of the forwarder
 _FRAME_BYTES = 1_514
@@ -315,14 +315,14 @@ class Lab:
 @final
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in the lab, for the process that becomes the rank; it can be pickled."""
+    """What a process needs to become a rank of the lab: the rank's namespace and address; picklable."""
 
     namespace: str  # path of the namespace
     address: str  # address of the rank's end of its link
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables for a process inside: its address, and the interface for its transports."""
+        """Environment variables for a process in the namespace: its address and its network interface."""
         return {
             **dict.fromkeys(_INTERFACE_VARIABLES, _INTERFACE),
             # the ranks share a machine, so NCCL would find paths that bypass the links
@@ -336,7 +336,7 @@ class Seat:
         os.environ.update(self.variables)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` inside, on a new thread; processes that it starts also run inside."""
+        """Call ``function`` in the namespace, on a new thread; child processes also run there."""
 
         def inside() -> T:
             _enter(self.namespace)
@@ -346,7 +346,7 @@ class Seat:
 
 
 class LinkTraffic(NamedTuple):
-    """Bytes that a rank sent and received on its link, with the headers of Ethernet, IP and TCP."""
+    """Bytes that a rank sent and received on its link, including Ethernet, IP and TCP headers."""
 
     sent: int
     received: int
@@ -387,7 +387,7 @@ class _Namespace:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call ``function`` inside, on a new thread; threads that it starts also run inside."""
+        """Call ``function`` in the namespace, on a new thread; threads that it starts also run there."""
 
         def inside() -> T:
             _call("setns", self._file, _CLONE_NEWNET)
@@ -403,7 +403,7 @@ class _Namespace:
 
 
 def _enter(path: str) -> None:
-    """Move the calling thread inside, with all threads and processes that it starts later."""
+    """Move the calling thread into a namespace; threads and processes that it starts later run there."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _call("setns", file, _CLONE_NEWNET)
@@ -430,7 +430,7 @@ def _has_netem() -> bool:
 
 
 def _call(name: str, *args: int) -> None:
-    """Call libc, because Python has ``os.setns`` and ``os.unshare`` only since 3.12."""
+    """Call a function of libc; Python itself has ``os.setns`` and ``os.unshare`` only since 3.12."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args) != 0:
         number = ctypes.get_errno()
@@ -444,7 +444,7 @@ def _in_thread(function: Callable[[], T]) -> T:
 
 
 def _find_tool(name: str, package: str = "iproute2") -> str:
-    """Return the path of a program."""
+    """Return a program's path; if the program is missing, refuse and name the package to install."""
     path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:{_ALSO_IN}")
     if path is None:
         raise ConfigurationError(f"lab: {name!r} is not there; install the package {package}")
@@ -452,7 +452,7 @@ def _find_tool(name: str, package: str = "iproute2") -> str:
 
 
 def _run_command(command: str) -> None:
-    """Run an iproute2 command, given with single spaces, in this thread's namespace."""
+    """Run an iproute2 command in this thread's namespace; its words are separated by single spaces."""
     name, *words = command.split(" ")
     argv = [_find_tool(name), *words]
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}

@@ -118,7 +118,7 @@ def describe_links(
     jitter: str | None,
     link: list[str] | None,
 ) -> str | None:
-    """Return the text for ``parse_links`` that these options describe, or None without options.
+    """Return these options as a text for ``parse_links``, or None if no option is given.
 
     Example:
         >>> describe_links("100mbit", None, "1gbit", "20ms", None, None, ["3=10mbit"])

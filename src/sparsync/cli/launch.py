@@ -66,9 +66,8 @@ T = TypeVar("T")
 _HOST = "127.0.0.1"
 _NANOSECONDS = 1e9
 _RANK_BYTES = 64 << 20  # minimum memory of a forked rank
-_AHEAD = (
-    0.05  # seconds from the last arrival to a start: 15 times as long as gloo takes for 8 ranks
-)
+# seconds from the last rank's arrival to the common start: 15 times what gloo needs for 8 ranks
+_AHEAD = 0.05
 
 
 class RankError(CommunicationError):
@@ -82,7 +81,7 @@ def launched_ranks(default: int) -> int:
 
 
 def leads() -> bool:
-    """Return whether this process reports for all ranks: as a launcher's rank 0, or as the only one."""
+    """Return whether this process reports for all ranks, as a launcher's rank 0 or the only process."""
     here = detect()
     return here is None or here.rank == 0
 
@@ -115,15 +114,15 @@ def launch(
         args: picklable arguments.
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves after one has failed.
-        lab: an open lab of ``world_size`` ranks to place them in; with None, they use loopback.
+        lab: an open lab with ``world_size`` ranks, in which they run; with None, they use loopback.
         mpi: whether ``mpiexec`` starts the ranks, so that MPI also connects them.
 
     Returns:
         The result of rank 0; None on the other ranks of a launcher.
 
     Raises:
-        RankError: a rank failed or died; the message has every rank's error, and no rank is left
-            running.
+        RankError: a rank failed or died; the message contains every rank's error, and no rank is
+            left running.
     """
     require(world_size >= 1, f"ranks is {world_size}; give at least 1")
     check_timeout(timeout)
@@ -174,14 +173,14 @@ def _in_launched_group(function: Callable[..., Any], args: tuple[Any, ...], time
 # ---- the parent ------------------------------------------------------------------------------------
 
 Pipes = tuple[Mapping[int, Connection], Callable[[int], str]]
-"""A pipe per rank for its result or error, and a function that describes a rank that sent none."""
+"""A pipe per rank for its result or error, and a function that describes a rank that sent neither."""
 
 
 def fork_server(*imports: str) -> ForkServerContext:
     """Start the server that forks processes, which import these modules only once; return its context.
 
-    The server and the processes ignore Ctrl-C from the start.  A terminal sends it to all processes, but
-    only the command should react, and ends the others itself.
+    The server and the processes ignore Ctrl-C from the start.  A terminal sends Ctrl-C to all processes,
+    but only the command should react to it; the command then ends the other processes.
     """
     from multiprocessing import forkserver, resource_tracker  # not on Windows
 
@@ -256,9 +255,8 @@ def _under_mpiexec(world_size: int, call: tuple[Any, ...], grace: float) -> Iter
                 with suppress(TimeoutError, ConnectionError, EOFError):
                     pipe = Connection(server.accept()[0].detach())
                     pipes[pipe.recv()] = pipe
-                    pipe.send(
-                        (sys.path, world_size)
-                    )  # first, because unpickling the call needs the path
+                    # send the path first, because unpickling the call needs it
+                    pipe.send((sys.path, world_size))
                     pipe.send(call)
             yield pipes, how_it_died
         finally:
@@ -366,7 +364,7 @@ def _be_forked(
 
 @contextmanager
 def ending_with_parent() -> Iterator[None]:
-    """Exit silently when the parent ends: errors of its pipes and namespaces would tell nothing new."""
+    """Exit silently when the parent ends; errors from its pipes and namespaces are mere consequences."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -378,7 +376,7 @@ def ending_with_parent() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError):
-        parent.join(1.0)  # it may be about to end
+        parent.join(1.0)  # the parent may be about to end
         if not parent.is_alive():
             os._exit(1)
         raise

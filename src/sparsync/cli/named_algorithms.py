@@ -47,7 +47,7 @@ class Named:
     """An algorithm with its options.
 
     Attributes:
-        name: name of the row.
+        name: the algorithm's name in its table.
         options: values by name, as in Python.
         label: name and options as text that parses to the same algorithm; used for rows of tables
             and JSON.
@@ -142,7 +142,9 @@ def named(
 
 
 def algorithm_of(text: str | Algorithm) -> Algorithm:
-    """Return the algorithm for a preset's name with options; return an ``Algorithm`` unchanged.
+    """Return the algorithm that a text names (a preset, optionally with options).
+
+    An ``Algorithm`` is returned unchanged.
 
     Example:
         >>> algorithm_of("SparCML:bits=none").options
@@ -256,7 +258,7 @@ def _word(word: str, value: Any) -> _Reader:
 
 
 def _fits(codec: Codec[Any], kind: Any) -> bool:
-    """Return whether a codec has a class and its kind of vectors, such as ``Codec[SparseVector]``."""
+    """Return whether a codec is of a class and for its kind of vectors, e.g. ``Codec[SparseVector]``."""
     generic = [base for cls in type(codec).__mro__ for base in getattr(cls, "__orig_bases__", ())]
     of_its_vectors = not get_args(kind) or get_args(kind) in map(get_args, generic)
     return isinstance(codec, get_origin(kind) or kind) and of_its_vectors

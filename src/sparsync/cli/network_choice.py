@@ -1,4 +1,4 @@
-"""The commands' networks: simulated, the machine's own, or the lab's; checked before ranks start."""
+"""The network of a command: simulated, the machine's own or a lab's; checked before ranks start."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Connection:
     transport: str | None = "auto"  # None: "sim", or "auto" in the lab
     timeout: float = 300.0
     curve_keys: Path | None = None
-    lab: str | None = None  # its links, as read by ``parse_links``
+    lab: str | None = None  # the lab's links, as read by ``parse_links``
     simulates: bool = False  # whether the command can run on virtual ranks
 
     def __post_init__(self) -> None:
@@ -212,8 +212,8 @@ class Connection:
         """Connect this process's rank; every rank calls this.
 
         "dense" uses gloo's native allreduce, whatever transport the other rows use.  With MPI, it uses
-        MPI's own allreduce instead: MPI ranks on one machine communicate through shared memory, and
-        gloo's do not.
+        MPI's own allreduce instead: MPI ranks on one machine communicate through shared memory, but gloo
+        ranks do not.
         """
         native = algorithm == _NATIVE and self.transport != "mpi"
         comm = connect_group(

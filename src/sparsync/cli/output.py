@@ -180,7 +180,7 @@ def _try_to_write(path: Path) -> None:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Add the file's name to the error of a failed write; on a full disk, the error does not have it."""
+    """Add the file's name to the error of a failed write; the error for a full disk does not name it."""
     try:
         yield
     except OSError as error:
@@ -252,8 +252,8 @@ def progress(
         shown: whether this process reports for all ranks.
         keep: whether the bars stay on the terminal at the end.
 
-    If standard error is not a terminal, each row prints a line every half minute, and with ``keep``
-    another one at its end.
+    If standard error is not a terminal, each row prints a line every half minute; with ``keep``, it also
+    prints a line at its end.
     """
     console = Console(stderr=True)
     bar = Progress(

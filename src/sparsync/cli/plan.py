@@ -114,8 +114,8 @@ def command(
 ) -> None:
     """Predict which collective is fastest, and above which bandwidth and density dense is faster.
 
-    A time covers one step's selection and exchange on the busiest rank.  With --optimizer, the memory of
-    a rank is also predicted; if no network is given, only the memory is.  No training is run.
+    A time covers one step's selection and exchange on the busiest rank.  With --optimizer, the plan also
+    predicts a rank's memory; without a network, it predicts only the memory.  No training is run.
     """
     require(not (all_ and algorithm), "--all and --algorithm; choose one of them")
     alone = json == Path("-")
@@ -183,7 +183,7 @@ def _given(options: Mapping[str, object]) -> str:
 
 
 def _named(text: str) -> list[Algorithm]:
-    """Return the algorithms of a list, with names that show their options."""
+    """Return the algorithms that a text lists; each one's name includes its options."""
     found = labels(text, PRESETS)
     require(
         all(label.partition(":")[0] != "auto" for label in found),
@@ -346,7 +346,7 @@ def _shown(made: Plan, machine: Machine, size: int, ranks: int) -> Group:
 
 
 def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
-    """Show a rank's memory: for training itself, then what each way to attach adds."""
+    """Show a rank's memory: for training itself, then the additional memory of each way to attach."""
     rows = [
         {
             "memory of a rank": f"+ {use.name}" if at else use.name,

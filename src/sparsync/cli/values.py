@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 INSTALL_PAPERS: Final = "pip install ./papers, in a clone of sparsync"
 
-_MOST_READ = 64 << 20  # bytes of a file that is read as text
+_MOST_READ = 64 << 20  # maximum number of bytes of a file that is read as text
 
 
 def check(name: str, value: object, good: bool, expected: str) -> None:
@@ -273,7 +273,7 @@ def check_memory(what: str, nbytes: float, advice: str) -> None:
     Args:
         what: what needs the memory, as a plural noun for the message.
         nbytes: minimum number of bytes, over all local ranks.
-        advice: how to need less: the options to change.
+        advice: which options to change to need less memory.
     """
     try:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -287,11 +287,11 @@ def check_memory(what: str, nbytes: float, advice: str) -> None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed; torch raises a RuntimeError (2.13, "DefaultCPUAllocator")."""
+    """Return whether an allocation failed; torch 2.13 raises a RuntimeError ("DefaultCPUAllocator")."""
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def within(name: str, values: Iterable[Any], bounds: Any) -> None:
-    """Refuse a list with a number outside the bounds of a type."""
+    """Refuse a list if one of its numbers is outside the bounds of a type."""
     for value in values:
         _apply({name: bounds}, {name: value})

@@ -1,6 +1,6 @@
 """The papers' models, each with the parameter count that its paper states.
 
-On the meta device, they take no memory:
+Models built on the meta device occupy no memory:
 
     >>> import torch
     >>> with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The policy that WAGMA-SGD trains by reinforcement learning (section 5.4): DD-PPO's for Habitat."""
+"""The policy that WAGMA-SGD trains by reinforcement learning (section 5.4): DD-PPO's Habitat agent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsync.errors import ConfigurationError, require
 _STAGES = ((2, 1), (2, 2), (2, 4), (2, 8))
 _SIDE = 256  # pixels per side; halved first, then divided by 32, so 4 x 4 remain
 _FEATURES = 2048  # outputs of the encoder, before its fully connected layer
-_EMBEDDED = 32  # size of the goal's embedding, and of the last action's
+_EMBEDDED = 32  # size of the embeddings of the goal and of the last action
 
 State = tuple[Tensor, Tensor]
 
@@ -42,9 +42,9 @@ class _Block(nn.Module):
 class NavigationPolicy(nn.Module):
     """Build the policy of WAGMA-SGD (section 5.4): 8,476,421 parameters.
 
-    A ResNet-18 of half the usual width encodes a depth image. Two LSTM layers take these features,
-    the goal and the last action. Two fully connected layers return the action logits and the
-    value.
+    A ResNet-18 of half the usual width encodes a depth image. Two LSTM layers receive these
+    features, the goal and the last action. Two fully connected layers return the action logits and
+    the value.
 
     Free choices: the paper states only the parts and the parameter count. The rest follows DD-PPO's
     agent for point goals, which has exactly this count with one channel (depth), four actions and
@@ -109,7 +109,7 @@ class NavigationPolicy(nn.Module):
             state: state of the two LSTM layers from the previous call; None for zeros.
 
         Raises:
-            ConfigurationError: images have another size.
+            ConfigurationError: the images do not have the shape above.
         """
         steps, batch = last.shape
         if images.shape != (steps, batch, 1, _SIDE, _SIDE):

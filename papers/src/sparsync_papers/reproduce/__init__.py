@@ -4,7 +4,7 @@
 
     Artifact.run(Settings) --> Outcome(rows, comparisons, settings, differs, panels)
                                   |
-        report: console, CSV, JSON, PNG, and one page of all
+        report: console, CSV, JSON, PNG, and one page for all
 
 To add an artifact, decorate a function with ``artifact`` and list its module in ``catalogue``.
 """
@@ -59,11 +59,11 @@ class Settings:
         return quick if self.quick else whole
 
     def steps_or(self, whole: int, quick: int) -> int:
-        """Return the requested number of steps, by default the result of ``pick``."""
+        """Return the requested number of steps, or the result of ``pick`` if none is requested."""
         return self.steps or self.pick(whole, quick)
 
     def seeds_or(self, whole: int) -> range:
-        """Return the seeds to run: as many as requested, by default ``whole``, or one in a quick run.
+        """Return the seeds to run: the requested number; by default ``whole``, or one in a quick run.
 
         Example:
             >>> Settings(seed=5, seeds=2).seeds_or(4), Settings(quick=True).seeds_or(4)
@@ -88,8 +88,8 @@ class Comparison:
     where: str  # the paper's section, figure or table
     ours: str  # this run's number with its unit
     same: bool  # whether this run's number supports the paper's conclusion
-    otherwise: str = ""  # the reason why it does not
-    remark: str = ""  # a remark to show if it does
+    otherwise: str = ""  # the reason, if it does not support the conclusion
+    remark: str = ""  # a remark to show if it supports the conclusion
 
     def __post_init__(self) -> None:
         if not self.same and not self.otherwise:
@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def why(self) -> str:
-        """The reason why the conclusion is not supported, or the remark if it is."""
+        """The reason why the conclusion is not supported, or the remark if it is supported."""
         return self.remark if self.same else self.otherwise
 
 
@@ -123,7 +123,7 @@ class Outcome:
     comparisons: Sequence[Comparison]  # comparisons with the paper's figures
     settings: Mapping[str, Cell]  # this run's settings by name
     differs: str  # differences from the paper, in a sentence or two
-    panels: Sequence[Panel] = ()  # plots, side by side
+    panels: Sequence[Panel] = ()  # plots, drawn next to each other
 
 
 Run = Callable[[Settings], Outcome]
@@ -138,7 +138,7 @@ class Artifact:
     conclusion: str  # the authors' conclusion, which the run tests
     minutes: float  # approximate duration of a run on two cores
     run: Run  # the function that reproduces it
-    own_progress: bool = False  # whether the code that it calls shows its own progress
+    own_progress: bool = False  # whether ``run`` itself shows progress
     # default number of steps of each training (see ``Settings.steps``); 0: ``--steps`` does not apply
     steps: int = 0
     repeats: bool = False  # whether it runs with several seeds (see ``Settings.seeds``)

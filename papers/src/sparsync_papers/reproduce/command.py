@@ -55,7 +55,7 @@ def command(
     steps: _Steps = None,
     seeds: _Seeds = None,
 ) -> None:
-    """Reproduce tables and figures of the papers: the paper's figures, this run's, and the differences.
+    """Reproduce tables and figures of the papers; compare the papers' numbers with those of this run.
 
     An artifact that fails does not stop the others; the exit code is then 1.
     """
@@ -98,7 +98,7 @@ def command(
 
 
 def _refuse(option: str, wanted: list[Artifact], takes: Callable[[Artifact], bool]) -> None:
-    """Raise an error if one of the artifacts does not take the option."""
+    """Raise an error if one of the wanted artifacts does not accept the option."""
     fixed = [artifact.name for artifact in wanted if not takes(artifact)]
     if fixed:
         takers = ", ".join(artifact.name for artifact in ARTIFACTS if takes(artifact))

@@ -23,7 +23,7 @@ _BAR_SPACE = 0.8  # width of a group of bars, as a share of the distance between
 
 
 def png(panels: Sequence[Panel], *, dots_per_inch: int = 110) -> bytes:
-    """Draw panels side by side; return the content of a PNG file."""
+    """Draw panels next to each other; return the content of a PNG file."""
     from matplotlib.figure import Figure  # the object interface: no display, no global state
 
     size = (_WIDTH_INCHES * len(panels), _HEIGHT_INCHES)
@@ -67,7 +67,7 @@ def _curves(axis: Axes, panel: Panel) -> dict[str, Any]:
 
 
 def _bars(axis: Axes, panel: Panel) -> dict[str, Any]:
-    """Draw bars; return options that put the legend below the plot, because bars leave no room in it."""
+    """Draw bars; return options that put the legend below the plot, because bars leave no room inside."""
     groups = list(dict.fromkeys(x for points in panel.series.values() for x, _ in points))
     bottom = dict.fromkeys(groups, 0.0)
     stacked = panel.kind == "stacks"

@@ -69,8 +69,8 @@ class Scheme:
     name: str  # name in the paper
     form: str  # its row of ``PRESETS``
     make: Callable[[int], Algorithm]  # makes the algorithm, given tau'
-    # how entries are selected: by a threshold, by one that is recomputed with a sort every tau'
-    # steps ("reused"), or with a sort on every step
+    # how entries are selected: by a threshold; by a threshold that a sort recomputes every tau' steps
+    # ("reused"); or by a sort on every step
     selects: Literal["nothing", "threshold", "reused", "sort"]
     overlap: bool = False  # exchange in buckets, hidden by the backward pass
     found: float = 1.0  # share of k that the scheme selects
@@ -90,7 +90,7 @@ class Scheme:
 
 
 def _as_published(period: int) -> Algorithm:
-    """Return Ok-Topk with exactly k entries; the paper's thresholds nearly find k (BERT: 1.4 % off)."""
+    """Return Ok-Topk with exactly k entries; the paper's thresholds select about k (BERT: 1.4 % off)."""
     return oktopk(
         threshold_period=period,
         boundaries="average",
@@ -141,11 +141,11 @@ class Effective:
     buckets: int = _BUCKETS  # number of buckets of DenseOvlp
 
     def compute(self, model: Model) -> float:
-        """Return how long a model's step computes, in seconds."""
+        """Return the computation time of a model's step, in seconds."""
         return self.computation[_MODELS.index(model)]
 
     def select(self, scheme: Scheme, model: Model) -> float:
-        """Return the seconds per element that the selection takes, averaged over tau' steps."""
+        """Return the selection's seconds per element, averaged over tau' steps."""
         return {
             "nothing": 0.0,
             "threshold": self.threshold,
@@ -160,7 +160,7 @@ class Effective:
         return self.beta_dense if dense_sum or scheme.selects == "nothing" else self.beta
 
     def hierarchical(self, scheme: Scheme, model: Model, ranks: int) -> float:
-        """Return how long gTopk's selections take: at each level of the tree, one from n elements."""
+        """Return the seconds of gTopk's selections from n elements, one at each level of the tree."""
         levels = math.ceil(math.log2(ranks)) if scheme.name == GTOPK.name else 0
         return levels * self.sort * model.size
 
@@ -169,8 +169,8 @@ class Effective:
         compute = self.compute(model)
         price = self.price(scheme, model, ranks)
         communication = scheme.cost(model, ranks).seconds(self.alpha, price)
-        # either computation is the bottleneck, and only the last bucket is exposed, or communication
-        # is, and starts with the first bucket
+        # if computation is the bottleneck, only the last bucket is exposed; if communication is the
+        # bottleneck, it starts when the first bucket is ready
         if scheme.overlap:
             return max(compute + communication / self.buckets, compute * _LEFT + communication)
         selection = self.select(scheme, model) * model.size
@@ -248,12 +248,11 @@ def fit(alpha: float = _ALPHA) -> Effective:
     return _effective(alpha, x)
 
 
-_ENTRIES = (
-    128  # entries per pair of ranks at the scale C: fewer are too uneven (docs/simulation.md)
-)
+# entries per pair of ranks at the scale C; fewer would be divided too unevenly (docs/simulation.md)
+_ENTRIES = 128
 _QUICK = "too few ranks"
 _OTHERS = tuple(s for s in SCHEMES if s not in (OKTOPK, *OURS))
-_BERT_LEAST, _EFFICIENCY = 3.29, 0.763  # at P = 256, Ok-Topk's gain over all others, its efficiency
+_BERT_LEAST, _EFFICIENCY = 3.29, 0.763  # at P = 256: Ok-Topk's least gain, and its efficiency
 _DIFFERS = (
     "Simulated: the library's collectives on virtual ranks and single-ported links. alpha and threshold "
     "are stated; six numbers (both betas, the sort, three computations) solve six statements of the text "
@@ -490,7 +489,7 @@ def _over_others(scheme: Scheme, times: Times, ranks: int) -> tuple[float, float
 
 
 def _range(at: str, says: str, where: str, times: Times, ranks: int) -> Comparison:
-    """Compare Ok-Topk's gains over the best and the worst other scheme with the paper's."""
+    """Compare Ok-Topk's gains over the best and the worst other scheme with the paper's gains."""
     low, high = _over_others(OKTOPK, times, ranks)
     slowest = max(_OTHERS, key=lambda s: times[s.name, ranks].seconds)
     what, ours = f"{OKTOPK.name}: over all others at {at}", f"{low:.2f} to {high:.2f} x"

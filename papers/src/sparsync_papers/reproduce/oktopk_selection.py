@@ -46,7 +46,7 @@ def _models() -> tuple[tuple[Recipe, float], ...]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """One step, seen by rank 0."""
+    """One step, as observed on rank 0."""
 
     accumulated: Tensor  # `[n]`, the vector from which rank 0 selects
     k: int  # number of entries to select
@@ -60,7 +60,7 @@ class _Seen:
 def _watch(
     recipe: Recipe, density: float, settings: Settings, steps: int, *, published: bool = True
 ) -> Iterator[_Seen]:
-    """Train with Ok-Topk; on each step, yield its selection and Gaussian-k's from the same vector."""
+    """Train with Ok-Topk; on each step, yield Ok-Topk's and Gaussian-k's selections from one vector."""
     algorithm = oktopk_paper(threshold_period=_PERIOD) if published else oktopk()
     training = SimulatedTraining(
         recipe,

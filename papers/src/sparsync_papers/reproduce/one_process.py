@@ -40,8 +40,8 @@ class Recipe:
     make_model: Callable[[int], nn.Module]  # makes the model from a seed
     lr: float  # learning rate for dense, which all algorithms use
     batch_size: int  # samples per rank and step
-    clip: float | None = None  # largest norm of the averaged gradient; None: any
-    nesterov: bool = False  # whether the momentum is Nesterov's
+    clip: float | None = None  # largest norm of the averaged gradient; None: no limit
+    nesterov: bool = False  # whether to use Nesterov momentum
 
     def score(self, evaluation: Evaluation) -> float:
         """Return the accuracy of a classifier, or the loss of any other model."""
@@ -116,8 +116,8 @@ class SimulatedTraining:
         whole: int = 0,  # steps at the start that exchange all entries (RedSync's warm-up)
         decay: bool = False,  # whether the rate then falls linearly, to 0 after the last step
         seed: int = 0,  # seed of weights and data
-        compress: Choice
-        | None = None,  # parameters that are exchanged sparsely; None: the algorithm's own choice
+        # parameters that are exchanged sparsely; None: the algorithm's own choice
+        compress: Choice | None = None,
         model: nn.Module | None = None,  # model to continue with; None: a new one
     ) -> None:
         self.recipe, self.ranks, self.steps, self.seed = recipe, ranks, steps, seed
@@ -221,7 +221,7 @@ class SimulatedTraining:
 
 @dataclass(frozen=True)
 class Way:
-    """A method to train a model."""
+    """A method of training a model."""
 
     algorithm: Algorithm
     density: float = 1.0  # k / n of every unit
@@ -242,10 +242,10 @@ def train_all(
 ) -> dict[str, Trained]:
     """Train a model with each method on ``RANKS`` virtual ranks; return the means over all seeds.
 
-    The learning rate falls, as in the three papers that train with these methods. ``initial``
-    returns, for a seed, the model to start from; with None, training starts from a new model.
-    ``trainings`` is needed for the progress bar: the number of the artifact's training runs with one
-    seed, or None if it has no others.
+    The learning rate falls, as in the three papers that train with these methods. ``initial`` maps a
+    seed to the model from which training starts; with None, training starts from a new model. The
+    progress bar needs ``trainings``, the artifact's number of training runs with one seed; with None,
+    the artifact has only the runs of this call.
     """
     found: dict[str, list[Trained]] = {name: [] for name in ways}
     seeds = settings.seeds_or(1)

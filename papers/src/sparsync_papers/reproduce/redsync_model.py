@@ -157,13 +157,13 @@ def _rows(platform: Platform, trainings: tuple[Training, ...], settings: Setting
 
 
 def _compare(speedups: _Speedups, figure: str, rows: Table) -> list[Comparison]:
-    """Compare with the text which exchange is faster, sparse or dense."""
+    """Check whether the exchange that is faster here, sparse or dense, is also faster in the text."""
     comparisons = []
     for model, ranks, *stated in speedups:
         mine = rows.where({"model": model, "P": ranks})
-        if not mine:  # a quick run lacks some ranks
+        if not mine:  # a quick run omits some world sizes
             continue
-        found = mine.column("over SGD")[1:]  # RGC's and quantised RGC's
+        found = mine.column("over SGD")[1:]  # the speedups of RGC and quantised RGC
         pairs = [(a, b) for a, b in zip(stated, found, strict=True) if a]
         far = any(not 0.5 < ours / theirs < 2 for theirs, ours in pairs)
         says = ", ".join(f"{x:g}" if x else "-" for x in stated)

@@ -69,7 +69,7 @@ class Machine:
 # Algorithm 4 computes U = m U + G; V += U; mask = 1; mask[selected] = 0; V *= mask; U *= mask
 MOMENTUM_MASK = Kernels(6, 3 + 3 + 1 + 0 + 3 + 3)
 MASK = Kernels(4, 3 + 1 + 0 + 3)  # the same without momentum
-PACK = Kernels(2, 0)  # one gathers the values, one writes count, indices and values to a message
+PACK = Kernels(2, 0)  # one gathers the values; one writes count, indices and values to a message
 CLEAR = Kernels(1, 1)  # G = 0, before messages are added to it
 
 
@@ -123,7 +123,7 @@ def lstm() -> Model:
 def phases(
     model: Model, scheme: Scheme, ranks: int, shrink: int = SHRINK, machine: Machine = Machine()
 ) -> dict[str, float]:
-    """Return how long every stage of one step takes, in virtual seconds, averaged over ranks.
+    """Return the virtual seconds that each stage of one step takes, averaged over ranks.
 
     Stages do not overlap. One dense allreduce carries all layers below 128 KB, and one message per
     rank carries all others. If the scheme quantises, the output layer is sent separately and

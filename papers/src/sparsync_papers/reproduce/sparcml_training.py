@@ -25,7 +25,7 @@ from sparsync_papers.reproduce.one_process import (
     train_all,
 )
 
-_BLOCK = 512  # k elements are selected from each block of this many (section 8.3)
+_BLOCK = 512  # size of the blocks; k elements are selected from each one (section 8.3)
 _STEPS = 600
 _TUNING_STEPS = 300  # Figure 6: steps of dense training, then as many with each method
 _WIDE_STEPS = 1500  # Figure 5, in which an entry waits about 500 steps to be sent

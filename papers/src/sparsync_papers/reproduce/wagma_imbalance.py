@@ -11,7 +11,7 @@ from sparsync_papers.reproduce import Comparison, Outcome, Panel, Settings, Tabl
 from sparsync_papers.workloads.length_buckets import LinesWorkload
 
 _BATCHES, _BATCH_SIZE, _REPEATS = 2000, 16, 5
-_VARIES = 0.2  # a standard deviation of this share of the mean counts as "high variance"
+_VARIES = 0.2  # a standard deviation above this share of the mean counts as "high variance"
 
 
 def _seconds_by_length(workload: LinesWorkload, settings: Settings) -> dict[int, float]:

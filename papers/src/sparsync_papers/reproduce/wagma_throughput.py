@@ -29,12 +29,13 @@ ALPHA = 2e-6  # seconds per message, for a hop of such a network (assumed)
 TRANSFORMER_COMPUTE = 0.27
 LATE = Delay("random", 2, 0.32)  # section 5.2
 TAIL = Delay("heavytail", 1.7, 43.5)  # section 5.4
-SIZE = 8192  # elements of the simulated vector, which takes as long as the model because beta is scaled
+# elements of the simulated vector; beta is scaled, so that exchanging it takes as long as the model
+SIZE = 8192
 
 _FASTER = 1.02  # smallest ratio of throughputs that counts as faster
-_SPREAD = 1.07  # fastest / slowest scheme if nobody is late (1.61 / 1.51)
-# For schemes without a global average, the number of steps must let delays spread, at one hop per step.
-# With more than ``_MOST_RANKS`` ranks, ``_MANY_STEPS`` are used instead.
+_SPREAD = 1.07  # fastest / slowest scheme if no rank is late (1.61 / 1.51)
+# For schemes without a global average, enough steps are needed for delays to spread, one hop per step.
+# With more than ``_MOST_RANKS`` ranks, ``_MANY_STEPS`` steps are simulated.
 _LONG_STEPS, _MOST_RANKS = 60, 256
 _MANY_STEPS = 24
 _PERIODS = 4  # periods to simulate for schemes with a global average; fewer with many ranks
@@ -161,7 +162,7 @@ VARIANTS: Mapping[str, Scheme] = {
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio of WAGMA's throughput to another scheme's, as stated in the paper."""
+    """The ratio of WAGMA's throughput to the throughput of another scheme, as stated in the paper."""
 
     figure: str  # a key of ``SETTINGS``
     ranks: int  # P
@@ -216,8 +217,9 @@ def step_seconds(
 ) -> float:
     """Return the duration of a step in virtual seconds, averaged over steps and ranks.
 
-    With an asynchronous scheme, ranks end at different times, so the mean over ranks is taken. In a
-    longer run, this difference would matter less. With other schemes, all ranks end together.
+    With a synchronous scheme, all ranks end together. With an asynchronous scheme, ranks end at
+    different times, so the result is the mean over ranks. In a longer run, the differences between
+    ranks would matter less.
     """
     every = int(_number(scheme.barrier, setting, ranks))
 
@@ -253,7 +255,7 @@ def _steps(scheme: Scheme, setting: Setting, ranks: int, *, quick: bool) -> int:
 def estimated_seconds(scheme: Scheme, setting: Setting, ranks: int, settings: Settings) -> float:
     """Return the duration of a step in seconds, simulated unless a cheaper estimate suffices.
 
-    It suffices if all ranks wait for each other on every step: the estimate is the longest computation,
+    An estimate suffices if all ranks wait for each other on every step. It is the longest computation,
     averaged over steps, plus one simulated exchange.
     """
     steps, seed = _steps(scheme, setting, ranks, quick=settings.quick), settings.seed
@@ -330,7 +332,7 @@ def _network(setting: Setting) -> Row:
 
 
 def _compare(target: Target, section: str, rates: Mapping[str, float]) -> Comparison:
-    """Compare WAGMA's throughput relative to another scheme's with the paper's ratio."""
+    """Compare the ratio of two throughputs, WAGMA's and another scheme's, with the paper's ratio."""
     row, *others = target.rows
     ratio = rates["WAGMA"] / rates[row]
     found = [f"{ratio:.2f} x"]

@@ -55,11 +55,11 @@ class Averaged:
     """The result of a training run with averaged models."""
 
     final: Tensor  # parameters after ``finish()``, `[parameters]`
-    # the parameters of each rank's own model, recorded at some step of the last period; the ranks
-    # differ in this step, so that all steps of the period are represented
+    # the parameters of each rank's own model, recorded at one step of the last period; different ranks
+    # record at different steps, so that all steps of the period are represented
     own: list[Tensor]
     seconds: float  # virtual seconds per step, mean over ranks
-    # points ``(virtual seconds, parameters of all ranks' own models)`` at equal distances in steps
+    # points ``(virtual seconds, parameters of all ranks' own models)``, equally spaced in steps
     looks: list[tuple[float, list[Tensor]]]
 
 
@@ -246,7 +246,7 @@ def _outcome(
 
 
 def _perceptron_recipe() -> Recipe:
-    """Return a model small enough for 64 ranks, with 256 images per step in total."""
+    """Return a recipe whose model is small enough for 64 ranks, with 256 images per step in total."""
 
     def make_model(seed: int) -> nn.Module:
         return seeded(_perceptron, seed)
@@ -346,13 +346,13 @@ def figure_8(settings: Settings) -> Outcome:
 
 @dataclass(frozen=True)
 class _Ablation:
-    """WAGMA without one of its parts, or with another group size."""
+    """WAGMA without one of its parts, or with a group size other than its own."""
 
     section: str  # the paper's section
     what: str  # name in the table
     scheme: Scheme
     score: str  # the paper's top-1 accuracy or BLEU; "" for WAGMA itself, which comes first
-    worse: bool = True  # whether the paper finds it worse than WAGMA; False: only not better
+    worse: bool = True  # whether the paper finds it worse than WAGMA; False: no better
 
 
 def _wagma(**options: int | bool) -> Scheme:
@@ -400,7 +400,7 @@ def _ablated(
     for one in _ABLATIONS:
         if one.section == section:
             size = one.scheme.options.get("group_size")
-            fits = {} if size is None else {"group_size": min(int(size), ranks)}  # if quick
+            fits = {} if size is None else {"group_size": min(int(size), ranks)}  # in a quick run
             scheme = replace(one.scheme, options={**one.scheme.options, **fits})
             found[one.what] = [
                 _train(recipe, setting, scheme, seed, ranks=ranks, steps=steps) for seed in seeds
@@ -410,7 +410,7 @@ def _ablated(
 
 
 def _compare_ablated(one: _Ablation, over: Sequence[float], runs: str) -> Comparison:
-    """Compare an ablation's held-out losses, relative to WAGMA's for the same seed, with the paper."""
+    """Compare an ablation with the paper; its losses are relative to WAGMA's loss for the same seed."""
     mean = fmean(over)
     ours = f"loss {100 * mean:+.2f} ± {100 * pstdev(over):.2f} %; {runs}"
     if one.worse:

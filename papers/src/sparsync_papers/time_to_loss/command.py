@@ -50,7 +50,7 @@ def command(
         option("Write the plan as JSON to this file; -: to standard output, without the table."),
     ] = None,
 ) -> None:
-    """Predict which training method first reaches the loss that dense has after a number of steps.
+    """Predict which training method first reaches the loss that dense reaches after a number of steps.
 
     The methods are dense, averages, local steps, sparse and low-rank gradients. The prediction
     multiplies the seconds per step by a number of steps that was fitted to short runs of small
@@ -90,7 +90,7 @@ def command(
 
 
 def as_json(made: LossPlan) -> dict[str, Any]:
-    """Return the plan as plain values for JSON; "reached" tells whether a method reaches the loss."""
+    """Return the plan as plain values for JSON; "reached" is true for methods that reach the loss."""
     rows = [{**asdict(one), "named": one.named, "reached": one.steps.reached} for one in made.table]
     return {
         "choice": made.choice,

@@ -6,9 +6,10 @@
 ``steps_to_loss.steps_ratio`` gives the ratio. The time of an exchange follows from its messages:
 
 - PyTorch's allreduce (for dense, its hooks and DiLoCo) is gloo's ring. It sends segments of at most
-  1 MiB, and at least two per rank and direction. Each segment costs another latency, because the
-  receiver has to ask for it.
-- Averages with few bits per element take two rounds; in each, a rank sends to all others together.
+  1 MiB, and at least two per rank and direction. Each segment costs an additional latency, because
+  the receiver has to request it.
+- Averages with few bits per element take two rounds. In each round, a rank sends to all other ranks
+  concurrently.
 - Sparse gradients use the fastest collective that ``planner.plan`` finds.
 
 Each time that a connection has been silent for 0.2 s plus a round trip, TCP halves its window, down to
@@ -54,7 +55,7 @@ Way = Literal["dense", "low-rank gradients", "averages", "local steps", "sparse 
 _SEGMENT, _LEAST_SEGMENTS = 2**20, 2  # gloo's ring: bytes of a segment, and least number per rank
 _PACKET = 1_448  # bytes of payload of a packet
 _WINDOW = 14_600  # bytes that TCP sends before the first acknowledgement
-# seconds that a packet may wait for a link, as in a modem's queue; if a round trip is longer, that long
+# seconds that a packet may wait for a link, as in a modem's queue; or a round trip, if that is longer
 _QUEUE = 0.1
 # Round trips until the connections on a shared link have recovered, per square root of the lost
 # packets.  A window grows by a packet per round trip, so n packets take about sqrt(2 n) round trips.
@@ -66,8 +67,8 @@ _BUCKETS_AT_ONCE = 2  # buckets that gloo sums concurrently
 # low-rank gradients have this many elements per matrix rank and square root of n, as measured on two
 # byte-level GPTs of 4 layers
 _LOW_RANK = 10.6
-# work in passes over the model, each as long as a dense sum: PowerSGD's products, and the work of
-# sparse gradients besides selection (set by hand to match the lab)
+# work, counted in passes over the model that each take as long as a dense sum: for PowerSGD's products,
+# and for sparse gradients without the selection (set by hand to match the lab)
 _LOW_RANK_PASSES, _SPARSE_PASSES = 30, 6
 _ALIKE = 1.1  # ratio of times below which the simpler method is chosen
 _SPARSELOCO = 12.5 / 8 / 64  # bytes per element: one element in 64 is sent, in 12.5 bits
@@ -200,9 +201,8 @@ class LossPlan:
     way: str  # "dense", "averages", "local steps every H", "sparse gradients", "low-rank gradients"
     why: str  # one sentence
     steps: float  # steps that dense needs
-    table: tuple[
-        Outlook, ...
-    ]  # the choice, then the others by time, last the methods that do not reach the loss
+    # first the choice, then the others by time, and last the methods that do not reach the loss
+    table: tuple[Outlook, ...]
 
     @property
     def dense(self) -> Outlook:
@@ -222,7 +222,7 @@ def plan_loss(
     density: float | None = None,
     methods: Sequence[str] | None = None,
 ) -> LossPlan:
-    """Choose the method that first reaches a loss, or the simplest method within 10 % of its time.
+    """Choose the simplest method that takes at most 10 % longer to reach a loss than the fastest method.
 
     A method can be chosen only if it reaches the loss even with the most steps that it is likely to
     need.
@@ -351,9 +351,10 @@ def _exchange(
 def rounds(
     count: int, nbytes: float, world_size: int, machine: Machine, idle: float = 0.0
 ) -> float:
-    """Return the seconds for ``count`` rounds; in each, a rank sends ``nbytes`` to all others together.
+    """Return the seconds for ``count`` rounds.
 
-    The first round follows a pause of ``idle`` seconds.
+    In each round, a rank sends ``nbytes`` to all other ranks concurrently.  The first round follows a
+    pause of ``idle`` seconds.
 
     Example:
         >>> round(rounds(2, 1e5, 4, Machine(alpha=0.01, beta=8e-8)), 9)

@@ -33,8 +33,8 @@ __all__ = [
 Family = Literal["dense", "low-rank", "sparse gradients", "local", "updates", "outer momentum"]
 Optimizer = Literal["sgd", "adamw", "muon"]
 
-# the largest ratio that can be measured: dense's loss in the middle of its run, reached by a method
-# at the end of an equally long run
+# the largest ratio that can be measured: at the end of its run, a method reaches the loss that dense has
+# in the middle of an equally long run
 FARTHEST: Final = 2.0
 _SHORTEST, _LONGEST = 60, 3000  # steps of the measured runs of dense
 _USUAL_RANKS, _USUAL_STEPS, _USUAL_RANK = 4, 300, 4
@@ -61,7 +61,7 @@ COEFFICIENTS: Final[Mapping[str, float]] = MappingProxyType(
         "low-rank into moments": 0.5180,
     }
 )
-LIKELY: Final = 1.33  # factor, either way
+LIKELY: Final = 1.33  # factor, in either direction
 # end
 
 
@@ -147,7 +147,7 @@ def features(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> 
 
 
 def steps_ratio(recipe: Recipe, optimizer: Optimizer, ranks: int, steps: float) -> Ratio:
-    """Predict a method's number of steps relative to dense; the arguments are the same as ``features``'.
+    """Predict a method's number of steps relative to dense; see ``features`` for the arguments.
 
     Raises:
         ConfigurationError: a number is out of range.

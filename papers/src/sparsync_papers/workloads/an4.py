@@ -184,7 +184,7 @@ def edit_distance(hypothesis: Words, reference: Words) -> int:
 
 
 def errors(hypotheses: Sequence[Words], references: Sequence[Words]) -> tuple[int, int]:
-    """Return the total number of edits, and of words or characters in the references.
+    """Return the total number of edits, and the total number of words or characters in the references.
 
     Example:
         >>> heard, said = "the cat sat", "a cat sat down"

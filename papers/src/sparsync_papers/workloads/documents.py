@@ -84,7 +84,7 @@ def _pieces(word: str, vocabulary: Vocabulary) -> list[str]:
 
 @final
 class MaskedPairs(Samples):
-    """Pairs of passages with ``context`` tokens in total; in half of the pairs, one follows the other.
+    """Pairs of passages with ``context`` tokens; in half of them, the second passage follows the first.
 
     15 % of a sample's tokens must be predicted: of these, 80 % are masked, 10 % replaced by random
     tokens, and 10 % kept (BERT, section 3.1). Each sample begins in a different document, at a random

@@ -109,8 +109,8 @@ def random_box(
     generator: np.random.Generator,  # draws the choices
     *,
     least: float = 0.08,  # least share of the area (the largest is 1)
-    slant: float = 4 / 3,  # largest ratio of the sides, either way
-    attempts: int = 10,  # attempts to find a box that fits, before the whole centre is taken
+    slant: float = 4 / 3,  # largest ratio of the longer to the shorter side
+    attempts: int = 10,  # attempts to find a box that fits; then the central square is used
 ) -> Box:
     """Draw a random box in an image, with random area, aspect ratio and position.
 
@@ -193,7 +193,7 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
 class Resnet50Imagenet(ImagenetWorkload):
     """WAGMA, section 5.2: 64 ranks with 64 images each; the lr of Goyal et al. 2017 for 256 images.
 
-    There is one class more ("background") than there are folders, which gives the paper's parameter
+    The model has one class ("background") in addition to the folders. This gives the paper's parameter
     count.
     """
 

@@ -111,7 +111,7 @@ class LinesWorkload(Workload):
     context: int = 96
     width: int = 160  # width of the residual stream; a multiple of 32, the width of a head
     layers: int = 4  # blocks
-    bucket_width: int = 16  # bytes between the lengths of neighbouring buckets
+    bucket_width: int = 16  # bytes by which neighbouring buckets' lengths differ
     # the largest number of tokens in a local batch, including padding (the paper's number); a
     # larger batch is cut
     max_tokens: int = 8192

@@ -66,7 +66,7 @@ class SentencePairs(Samples):
         # largest number of tokens in a sentence, including its end token; pairs with longer sentences
         # are dropped; None for any length
         longest: int | None,
-        bucket_width: int = 8,  # tokens between the lengths of neighbouring buckets
+        bucket_width: int = 8,  # tokens by which neighbouring buckets' lengths differ
         # the largest number of tokens in a batch, including padding; a larger batch is cut
         max_tokens: int = 8192,
     ) -> None:
@@ -153,7 +153,7 @@ Words = Sequence[Hashable]
 def ngrams(
     candidates: Sequence[Words], references: Sequence[Words], *, longest: int = 4
 ) -> Counter[str]:
-    """Compare each translation with a reference; return the sums from which ``bleu`` is computed.
+    """Compare each translation with a reference; return the sums, by name, that ``bleu`` needs.
 
     "c" and "r" count the words of the candidates and of the references. "found 2" counts the
     candidates' bigrams, and "right 2" counts the bigrams that are also in the reference; the same

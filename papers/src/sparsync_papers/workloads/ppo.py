@@ -1,4 +1,4 @@
-"""PPO on tasks with episodes of unequal length, so that ranks collect for unequal times (WAGMA, 5.4).
+"""PPO on tasks with unequally long episodes, so that ranks need unequal times to collect (WAGMA, 5.4).
 
 The paper's task, navigation in Habitat, is not available here: it needs its own simulator and licensed
 scenes. Gymnasium's classic-control tasks share the property that matters for averaging: an episode
@@ -50,7 +50,7 @@ class Experience:
 
     @property
     def steps(self) -> int:
-        """The number of environment steps, to which the time of collecting is proportional."""
+        """The number of environment steps; the time to collect them is proportional to it."""
         return len(self.actions)
 
 
@@ -183,8 +183,8 @@ class Ppo:
             rewards.append(float(reward))
         observations, actions = torch.stack(states), torch.tensor(taken)
         logits, values = model(observations)
-        # After a failure, the last value is 0.  An episode that was cut off at the time limit keeps it,
-        # because it would have continued.
+        # After a failure, the last value is 0.  An episode that was cut off at the time limit would have
+        # continued, so its last value is kept.
         values[-1] *= not ended
         advantages = advantages_of(
             torch.tensor(rewards), values, discount=self.discount, trace=self.trace

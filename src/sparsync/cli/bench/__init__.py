@@ -1,1 +1,1 @@
-"""``sparsync bench``: collectives, kernels or selectors, side by side."""
+"""``sparsync bench``: compare collectives, kernels or selectors."""

@@ -1,4 +1,4 @@
-"""The command ``sparsync bench``: collectives, kernels or selectors, side by side."""
+"""The command ``sparsync bench``: compare collectives, kernels or selectors."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ class BenchSettings:
         return Connection(self.transport, self.timeout, self.curve_keys, self.lab, simulates=True)
 
     def pace(self) -> Pace:
-        """Return the pace of a row; virtual times repeat exactly, so a short run suffices for them."""
+        """Return the pace of a row; a short run suffices for virtual times, which repeat exactly."""
         if not self.connection().simulated:
             return Pace(self.steps, self.warmup)
         return Pace(self.steps or 20, 5 if self.warmup is None else self.warmup)
 
     def cases(self) -> list[Case]:
-        """Return one case per row, with the collectives of one size and density next to each other."""
+        """Return one case per row; all collectives of one size and density are adjacent."""
         return [
             Case(name, self.ranks, size, density, self.input, self.seed, self.links)
             for size in self.sizes
@@ -178,11 +178,11 @@ def command(
     plot: Plot = None,
     **fields: Any,
 ) -> None:
-    """Measure collectives on every step: their time, their volume against its bound, and correctness.
+    """Measure the time of collectives, their volume against its bound, and every step's correctness.
 
     Each step feeds a fresh gradient to a whole reducer with error feedback: selection, exchange and
-    commit. With "sim", only communication takes time. The row dense is gloo's native allreduce; with
-    "mpi", it is MPI's. The exit code is 1 if a result is wrong.
+    commit. With "sim", only communication takes time. The row "dense" is gloo's native allreduce, or
+    MPI's allreduce with "mpi". The exit code is 1 if a result is wrong.
     """
     require(not (kernels and selectors), "--kernels and --selectors; choose one of them")
     if kernels or selectors:
@@ -242,7 +242,7 @@ def command(
 
 
 def _refuse_ignored(kind: str, own: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse options that apply only to collectives if kernels or selectors are measured."""
+    """If kernels or selectors are measured, refuse options that apply only to collectives."""
     parameters = inspect.signature(command).parameters
     usual = {"ranks": launched_ranks(8)}
     used = ("input", "seed") if kind == "--selectors" else ("seed",)
@@ -252,7 +252,7 @@ def _refuse_ignored(kind: str, own: dict[str, Any], given: dict[str, Any]) -> No
 
 
 def bench(settings: BenchSettings) -> list[Row] | None:
-    """Measure all rows; under a launcher, only rank 0 returns them, and the others return None.
+    """Measure and return all rows; under a launcher, only rank 0 returns them, other ranks return None.
 
     Example:
         >>> settings = BenchSettings(("oktopk",), ranks=4, sizes=(4000,), steps=2, warmup=0)

@@ -28,7 +28,7 @@ _DOMINANCE = 100.0  # factor on the entries of the dominating rank
 
 @dataclass(frozen=True)
 class Draw:
-    """The arguments of a gradient: elements n, ranks P, the rank, the 0-based step and the seed."""
+    """The values that determine a gradient: n elements, P ranks, the rank, the 0-based step, the seed."""
 
     size: int
     world_size: int
@@ -42,7 +42,7 @@ class Draw:
         return torch.randn(size, generator=generator)
 
     def within(self, owner: int) -> Tensor:
-        """Return normal numbers in the region ``owner`` (modulo P) of P equal ones, zeros elsewhere."""
+        """Return normal numbers in region ``owner`` (modulo P) of P equal regions, zeros elsewhere."""
         boundaries = even_boundaries(self.size, self.world_size)
         start, stop = boundaries[owner % self.world_size :][:2]
         values = torch.zeros(self.size)
@@ -72,7 +72,7 @@ def gradient(kind: str, draw: Draw) -> Tensor:
 
 
 def input_named(kind: str) -> Input:
-    """Return an input by its name.
+    """Return the input with this name.
 
     Raises:
         ConfigurationError: the name is unknown; the message lists the known ones.
@@ -89,7 +89,7 @@ def _generator(*key: object) -> torch.Generator:
 
 
 def _heavy_tailed(draw: Draw) -> Tensor:
-    """Scale each normal number by the exponential of another one."""
+    """Scale each normal number by the exponential of a second, independent one."""
     scales = torch.randn(draw.size, generator=_generator("scales", draw.seed, draw.step, draw.rank))
     return draw.normal(draw.size) * scales.exp()
 

@@ -28,7 +28,7 @@ __all__ = [
 
 _KEYS = 512  # number of keys to count, as many as a fine histogram has bins
 _BLOCK = 128  # elements per block of the int8 codec
-_LEVEL_BLOCK, _LARGEST = 512, 2.0**120  # elements per block of levels (``attach``'s); largest scale
+_LEVEL_BLOCK, _LARGEST = 512, 2.0**120  # block size of levels in ``attach``; largest scale
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ def bench_kernels(
     repetitions: int = 10,
     seed: int = 0,
 ) -> list[KernelRow]:
-    """Time every kernel in alternation with torch operations, and compare their results.
+    """Time every kernel and the equivalent torch operations alternately, and compare their results.
 
     Args:
         device: "cpu" or "cuda".
-        size: number of elements n; the default is VGG-16's.
+        size: number of elements n; by default, VGG-16's number of parameters.
         density: k / n; twice as many elements are candidates.
         streams: number of ranks P whose entries are merged, in a region of n / P elements.
         repetitions: number of timed calls, of which the fastest counts; an additional, untimed call
@@ -115,7 +115,7 @@ def bench_kernels(
 
 
 def kernel_table(rows: Sequence[KernelRow]) -> Columns:
-    """Return the table of the rows, in which the ratios come first."""
+    """Return a table of the rows; its first columns are the ratios."""
     first = rows[0]
     title = (
         f"{first.backend} on {first.device}, {first.threads} threads: "
@@ -144,7 +144,7 @@ def _best(
     repetitions: int,
     in_place: bool = False,
 ) -> tuple[float, Any]:
-    """Return a call's fastest time and its last result, which includes its arguments if ``in_place``."""
+    """Return a call's fastest time and last result; ``in_place`` adds the arguments to the result."""
     best, outcome = float("inf"), None
     for repetition in range(repetitions + 1):
         arguments = make()
@@ -252,7 +252,7 @@ def _support(size: int, density: float, seed: int, like: Tensor) -> Tensor:
 
 
 def _packings(x: Tensor, density: float) -> list[Comparison]:
-    """Return the comparisons for whole messages without their header."""
+    """Return the comparisons for packing and unpacking whole messages, without their headers."""
     size, indices, made = x.numel(), _support(x.numel(), density, 0, x), []
     for form, name in ((packing.BF16, "bf16"), (packing.INT8, "int8")):
         entries = indices, x[indices], size, form, _BLOCK

@@ -40,7 +40,7 @@ VERIFY = ("auto", "every", "ends", "digest")
 
 
 def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
-    """Return whether every step is verified in full, and whether the first and the last one are.
+    """Return whether all steps are verified in full, and whether the first and the last step are.
 
     The mode "every" verifies every step, "ends" the first and the last one, and "digest" none.  "auto"
     means "every" as long as that is cheap, up to 16 M elements over all ranks (0.4 s of work on one
@@ -103,7 +103,7 @@ class Outcome:
     verdict: Verdict
     # whether the sum and the law of conservation were verified, or only the equality of the totals
     in_full: bool = True
-    # the kernel's count of bytes in one direction, on the link of the lab that carried most
+    # bytes in one direction on the lab's busiest link, as counted by the kernel
     kernel: int | None = None
     # processor seconds of the exchange over all threads, mean over ranks
     processor: float | None = None
@@ -113,14 +113,13 @@ class Outcome:
 class Measured:
     """The measurements of all steps of a row."""
 
-    transport: str  # carrier of the bytes: "sim", "torch", "zmq" or "mpi"
+    transport: str  # what carries the bytes: "sim", "torch", "zmq" or "mpi"
     outcomes: list[Outcome]  # outcomes of all steps
     whole: list[Outcome]  # outcomes of the steps timed as a whole
     alone: list[Outcome]  # outcomes of the steps whose exchange was timed alone
     warmup: int  # number of steps before the timed ones
-    stages: Mapping[str, float] = field(
-        default_factory=dict
-    )  # seconds of rank 0 by stage, over all steps
+    # seconds of rank 0 by stage, over all steps
+    stages: Mapping[str, float] = field(default_factory=dict)
     add_seconds: Sequence[float] = ()  # seconds of ``residual.add_(gradient)`` on the slowest rank
     add_processor: Sequence[float] = ()  # processor seconds of the same addition, mean over ranks
 
@@ -158,7 +157,7 @@ def measure(
     while not pace.warm([outcome.seconds for outcome in outcomes]):
         do(None)
     warmup, steps = len(outcomes), pace.timed([outcome.seconds for outcome in outcomes])
-    closing = ends and not every  # copies would distort the times, so verify an untimed step
+    closing = ends and not every  # verify an untimed step: copying vectors would distort the times
     total = warmup + len(turns) * steps + closing
     timed = [do(total, alone=alone) for _ in range(steps) for alone in turns]
     if closing:
@@ -188,7 +187,7 @@ class SimulatedRanks:
         self.stages = Counter[str]()  # seconds of rank 0
 
     def step(self, *, keep: bool = True) -> Simulation[Evidence]:
-        """Run the next step of all ranks; return its evidence, if kept."""
+        """Run the next step of all ranks; with ``keep``, the simulation's results are their evidence."""
 
         async def program(comm: SimCommunicator) -> None:
             rank = self.ranks[comm.rank]
@@ -200,7 +199,7 @@ class SimulatedRanks:
         return replace(simulation, results=[rank.evidence() for rank in kept])
 
     def outcome(self, in_full: bool, alone: bool) -> Outcome:
-        """Run and judge the next step of all ranks; the exchange always gets its own time."""
+        """Run and verify the next step of all ranks; the exchange is always timed separately."""
         simulation, k = self.step(keep=in_full), self.case.k
         if in_full:
             verdict = judge(k, simulation.results)

@@ -54,7 +54,7 @@ class Team:
         verified: tuple[bool, bool],
         advance: Callable[[int | None], None],
     ) -> Measured:
-        """Measure a row; all ranks call this, and the slowest rank's times decide the number of steps.
+        """Measure a row; all ranks call this, and the slowest rank's times determine the number of steps.
 
         Rank 0 checks the sum and the law of conservation; the other ranks only check that totals are
         equal.
@@ -68,7 +68,7 @@ class Team:
             return replace(measured, stages=stages, add_seconds=seconds, add_processor=processor)
 
     def _step(self, rank: WatchedReducer, in_full: bool, alone: bool) -> Outcome:
-        """Run one step, as a whole or with a fence before the exchange."""
+        """Run one step; with ``alone``, wait for all ranks before the exchange, to time it alone."""
         seen, mine = rank.seen, rank.feed(keep=in_full, fence=self.line.wait if alone else None)
         ledger, before = rank.reducer.comm.ledger, local_traffic() or (0, 0)
         start = self.line.wait()
@@ -106,7 +106,7 @@ class Team:
         )
 
     def _collect(self, mine: Evidence) -> Iterator[Evidence]:
-        """Yield every rank's evidence on rank 0, in rank order; all ranks call this to send theirs.
+        """On rank 0, yield every rank's evidence in rank order; on other ranks, send ``mine`` to rank 0.
 
         Evidence travels through the group's store, which bypasses the lab's links: with n = 14.7 M and
         P = 8, the residuals and accumulated gradients alone are 0.8 GB, which would keep a 1 Gbit/s link

@@ -34,11 +34,11 @@ class Row:
     """The measurements of one collective; the field names are the keys of the JSON.
 
     Fields that do not apply are None.  Maxima and minima are over all ranks and all steps, including the
-    warm-up.  Times are the slowest rank's, over the timed steps.  A word has 4 bytes.
+    warm-up.  Times are measured on the slowest rank, over the timed steps.  A word has 4 bytes.
     """
 
     collective: str
-    transport: str  # carrier of the bytes; "dense" always uses gloo's native allreduce
+    transport: str  # what carries the bytes; "dense" always uses gloo's native allreduce
     lab: float | None  # lowest rate of the shaped links in bits per second
     ranks: int
     size: int
@@ -48,23 +48,21 @@ class Row:
     steps: int  # steps timed as a whole; as many again are run to time the exchange alone
     warmup: int
     steps_total: int  # all steps of the row, including untimed ones
-    steps_verified: (
-        int  # steps verified in full, as in ``Verdict``; on the others, totals were only compared
-    )
+    # steps verified in full, as in ``Verdict``; on all other steps, totals were only compared
+    steps_verified: int
     seed: int
     seconds_25: float
     seconds_median: float  # seconds of the whole ``reduce()``: accumulate, select, exchange, commit
     seconds_75: float
     seconds_exchange_median: float  # seconds from selection to total, with a common start
     seconds_local_median: float  # the whole minus the exchange
-    seconds_add_median: float | None  # seconds of ``residual.add_(gradient)`` on all ranks at once
-    processor_exchange_median: (
-        float | None
-    )  # processor seconds over all threads, the mean over ranks
+    # seconds of ``residual.add_(gradient)``, on all ranks concurrently
+    seconds_add_median: float | None
+    # processor seconds over all threads, mean over ranks
+    processor_exchange_median: float | None
     processor_add_median: float | None  # the same for ``residual.add_(gradient)``
-    seconds_stages: dict[
-        str, float
-    ]  # mean seconds per step of rank 0, by stage of ``ledger.STAGES``
+    # mean seconds per step on rank 0, by stage of ``ledger.STAGES``
+    seconds_stages: dict[str, float]
     # seconds that the link needs for max(sent, received) of the median step, without the link's burst
     wire_seconds: float | None
     bytes_sent_max: int
@@ -80,14 +78,14 @@ class Row:
 
     @property
     def correct(self) -> bool:
-        """Whether nothing is wrong and the law of conservation held where it was verified."""
+        """Whether no entry is wrong, and the law of conservation held on every step that verified it."""
         return self.wrong == 0 and (self.law_error_max is None or self.law_error_max <= 1)
 
 
 def summarize(
     case: Case, measured: Measured, rate: int | None = None, links: str | None = None
 ) -> Row:
-    """Summarise all steps of a case; ``rate`` is the lowest bits per second of the lab's ``links``."""
+    """Summarise all steps of a case; ``rate`` is the lowest rate of the lab's ``links``, in bit/s."""
     outcomes, whole, alone = measured.outcomes, measured.whole, measured.alone
     seconds = torch.tensor([o.seconds for o in whole], dtype=torch.float64)
     quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
@@ -165,7 +163,7 @@ def entry(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def bound_words_per_k(case: Case) -> float | None:
-    """Return the claimed words per requested entry: max(sent, received) of any rank on any step.
+    """Return the claimed bound on max(sent, received) of any rank on any step, in words per k.
 
     For "oktopk-paper", this is the paper's claim, which ignores the exact steps and the drift of reused
     thresholds.  Return None if there is no claim.
@@ -180,7 +178,7 @@ def bound_words_per_k(case: Case) -> float | None:
 
 
 def tables(rows: Sequence[Row]) -> Group:
-    """Show the rows of a bench, three tables per size and density, and a legend."""
+    """Show the rows of a bench: three tables per size and density, and a legend."""
     groups: dict[tuple[int, float], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.size, row.density), []).append(row)

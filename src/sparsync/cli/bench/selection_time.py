@@ -93,7 +93,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def format_size(nbytes: int) -> str:
-    """Format a size as ``parse_sizes`` reads it, in the largest unit that divides it.
+    """Format a size in the largest unit that divides it, so that ``parse_sizes`` can read it.
 
     Example:
         >>> format_size(65536), format_size(1 << 29), format_size(1536 << 10)
@@ -137,7 +137,7 @@ class _Line:
     name: str
     prepare: Callable[[], object]  # makes the next step's data; not timed
     run: Callable[[], Tensor]  # returns the selected values
-    exact: bool | None = False  # whether the k largest are promised; None: selects nothing
+    exact: bool | None = False  # whether it promises the k largest; None: it selects nothing
     period: int = 1  # number of successive calls that differ; a sample is their mean
     warmup: int = 1  # number of untimed calls before the first sample
     samples: list[float] = field(default_factory=list)  # seconds per call
@@ -157,14 +157,13 @@ class _Line:
 def _judge(x: Tensor, k: int, values: Tensor) -> tuple[float, float]:
     """Return the number of selected values over k, and the fraction of the k largest among them."""
     largest = x[kernels.top(x, k)].abs()
-    reached = int(
-        (values.abs() >= largest.min()).sum()
-    )  # more than k if others tie with the k-th largest
+    # more than k if other entries tie with the k-th largest
+    reached = int((values.abs() >= largest.min()).sum())
     return values.numel() / len(largest), min(reached / len(largest), 1.0)
 
 
 def bench_selectors(settings: SelectorSettings) -> list[SelectorRow]:
-    """Time every selector at every size, from the smallest; torch.topk comes first, a plain read last.
+    """Time every selector at every size, in ascending order; torch.topk is first, a plain read last.
 
     Between two calls, a small gradient is added to the residual or subtracted from it, so that the
     threshold changes.  This also leaves the residual in the caches, as accumulation does in training.
@@ -305,7 +304,7 @@ def selector_tables(rows: Sequence[SelectorRow]) -> Group:
 
 
 def _table(title: str, rows: Sequence[SelectorRow], cell: Callable[[SelectorRow], str]) -> Columns:
-    """Return one line per selector, one column per size."""
+    """Return a table with one line per selector and one column per size."""
     by_size = [list(group) for _, group in groupby(rows, key=lambda row: row.nbytes)]
     cells = [
         {"selector": line[0].selector, **{format_size(row.nbytes): cell(row) for row in line}}

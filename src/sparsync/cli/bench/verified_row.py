@@ -24,7 +24,8 @@ from sparsync.units import Slot, Unit
 __all__ = ["Case", "Evidence", "Verdict", "WatchedReducer", "compare", "digest", "judge"]
 
 _ROUNDING = 2.0**-24  # half a unit in the last place of float32
-# below every positive float32, so that an element to which nothing was added must be exactly 0
+# replaces a tolerance of 0; smaller than every positive float32, so that an element to which nothing
+# was added must be exactly 0
 _TINY = 2.0**-150
 
 
@@ -206,7 +207,8 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
             accumulated, magnitude, residual, delivered = torch.zeros(4, len(dense)).double()
             selected, differs = torch.zeros_like(dense), torch.zeros_like(dense, dtype=torch.bool)
         accumulated += mine.accumulated
-        # a codec may deliver a value larger than the entry, e.g. a mean, with an error relative to that
+        # a codec may deliver a value larger than the entry, e.g. a mean; the rounding error is then
+        # relative to the delivered value
         magnitude += mine.accumulated.abs().maximum(given.abs()) + lost.abs()
         residual += mine.residual + lost
         delivered += given - lost
@@ -223,7 +225,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
 
 
 def compare(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
-    """Judge a step by one rank's total and all totals' digests; do not check the law of conservation.
+    """Judge a step by one rank's total and the digests of all totals, without the law of conservation.
 
     ``selected`` is the largest number of entries that any rank selected.  The sum has at least as many
     entries, unless some cancel to 0.

@@ -94,7 +94,7 @@ def _threads(facts: Facts, ranks: int) -> Check:
 
 
 def check_links(found: Calibration, walls: Sequence[float]) -> Iterator[Check]:
-    """Check links and clocks; ``walls`` has the seconds by which wall clocks exceed monotonic ones."""
+    """Check links and clocks; ``walls``: each rank's wall clock minus its monotonic clock, in seconds."""
     if not found.links:
         yield Check("note", "a single rank: there are no links to measure", "start more ranks")
         return

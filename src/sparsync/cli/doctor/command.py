@@ -107,8 +107,9 @@ class Examination:
 def command(*, json: Json = None, **fields: Any) -> None:
     """Measure the links and the ranks of a job, and check its software; this takes a few seconds.
 
-    Starts local ranks, or joins those of torchrun, mpiexec or srun.  The page names no host and no
-    address, so it can go into a bug report; sparsync plan --machine reads the file of --json.
+    Starts local ranks, or joins ranks that torchrun, mpiexec or srun started.  The page names no host
+    and no address, so you can paste it into a bug report; sparsync plan --machine reads the file that
+    --json writes.
     The exit code is 1 if anything is bad.
     """
     settings = DoctorSettings(**fields)
@@ -125,7 +126,7 @@ def command(*, json: Json = None, **fields: Any) -> None:
 
 
 def doctor(settings: DoctorSettings) -> Examination | None:
-    """Examine a group; under a launcher, only rank 0 returns the findings, and the others None."""
+    """Examine a group; under a launcher, only rank 0 returns the findings, other ranks return None."""
     about = settings.seconds + 3  # ranks take about 3 s to start
     text = f"examining {settings.ranks} rank(s), about {about:.0f} s"
     with progress(shown=leads()) as row, row(text):
@@ -134,7 +135,7 @@ def doctor(settings: DoctorSettings) -> Examination | None:
 
 
 def examine(settings: DoctorSettings) -> Examination:
-    """Examine the group; all of its ranks call this, and get the same result.
+    """Examine the group; all of its ranks call this, and all get the same result.
 
     Raises:
         PeerError: ranks run different versions of sparsync.
@@ -224,7 +225,7 @@ def _heading(found: Examination) -> str:
 
 
 def _measured(found: Calibration) -> Columns:
-    """Show the measured numbers with their 95 % intervals."""
+    """Return a table of the measured numbers with their 95 % intervals."""
     machine, ends, rows = found.machine, found.intervals, []
     for name, what, write in (
         ("alpha", "a message's latency", format_seconds),

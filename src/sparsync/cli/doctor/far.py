@@ -27,7 +27,8 @@ _SHRINKING: Final = ("reno", "cubic")
 # queue, in seconds.  Bytes that do not fit into the queue are lost, and that costs more than a slow
 # start.
 _BURST, _QUEUE = 1_000_000, 0.1
-_TIMEOUT: Final = 0.2  # after a pause of this many seconds and a round trip, TCP forgets the rate
+# after a pause of this many seconds plus a round trip, TCP forgets the rate that it had reached
+_TIMEOUT: Final = 0.2
 
 
 def check_far(found: Calibration, everyone: Sequence[Facts]) -> Iterator[Check]:
@@ -62,8 +63,8 @@ def round_trip(found: Calibration) -> float:
     """Return the seconds that an empty message and its answer take between the most distant ranks.
 
     This is twice the latency fitted to all links, or the sum of a pair's two latencies if that is
-    larger.  Either may be too small: the fit if only some links are far, because their share of a round
-    varies, and a pair's latencies because of errors in its clocks.
+    larger.  Either value may be too small.  The fit is too small if only some links are far, because
+    their share of a round varies.  A pair's latencies may be too small because of clock errors.
 
     Example:
         >>> from sparsync.cost.links import Link
@@ -102,7 +103,7 @@ def window(facts: Facts) -> float | None:
 
 
 def _share(facts: Facts) -> float:
-    """Return the part of a receive buffer used as window, like the kernel's ``tcp_win_from_space``."""
+    """Return the fraction of a receive buffer used as window; see the kernel's ``tcp_win_from_space``."""
     (scale,) = facts.tcp.get("tcp_adv_win_scale", (1,))
     return 1 - 0.5**scale if scale > 0 else 2.0**scale
 
@@ -132,7 +133,7 @@ def _narrow(needed: float, everyone: Sequence[Facts]) -> Iterator[Check]:
 
 
 def _differing(everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Report ranks whose kernel settings differ from most other ranks'."""
+    """Report kernel settings that differ between ranks, with the ranks that deviate from the majority."""
     for name in dict.fromkeys(name for facts in everyone for name in facts.tcp):
         values = [" ".join(map(str, facts.tcp.get(name, ("unknown",)))) for facts in everyone]
         advice = "set the same on all ranks: the slowest sets the pace"

@@ -44,7 +44,7 @@ class Facts:
     threads: int  # number of threads that torch uses
     openmp: int  # number of loaded OpenMP runtimes
     backends: dict[str, str]  # installed transports and devices: name -> version, if it has one
-    loopback: bool  # whether gloo listens where no other host can reach it
+    loopback: bool  # whether gloo listens on an address that no other host can reach
     machine: str  # digest that all ranks of a machine share
     network: str  # equal for ranks that share a network stack; containers may have their own
     host: str | None  # host name, if requested
@@ -104,7 +104,7 @@ def check_versions(everyone: Sequence[Facts]) -> None:
 
 
 def some(ranks: Sequence[int], *, most: int = 6) -> str:
-    """Return a text that names at most the first ``most`` of these ranks."""
+    """Return a text that names these ranks, or only the first ``most`` of them."""
     more = ", ..." if len(ranks) > most else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:most]))}{more}"
 
@@ -131,7 +131,7 @@ def _backends() -> dict[str, str]:
 
 
 def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[int, ...]]:
-    """Return the kernel's TCP settings for far links by name, without those that it does not have.
+    """Return the kernel's TCP settings that matter on far links, by name; omit any that it lacks.
 
     The settings belong to the process's network stack; a container's may differ from the host's.
     """
@@ -171,7 +171,7 @@ def _openmp_runtimes(maps: Path) -> int:
 
 
 def _on_loopback(environ: Mapping[str, str]) -> bool:
-    """Return whether gloo will listen where no other host can reach it."""
+    """Return whether gloo will listen on an address that no other host can reach."""
     interface = environ.get("GLOO_SOCKET_IFNAME")
     if interface:
         # attach refuses a value that selects no interface, and names the existing interfaces

@@ -71,7 +71,7 @@ def _fits(training: Footprint, way: Footprint, device: int | None, host: int) ->
 
 
 def _text(training: Footprint, way: Footprint, apart: bool) -> str:
-    """Return a rank's bytes as text, with the accelerator's separate from the host's."""
+    """Format a rank's bytes; with ``apart``, list the device's and the host's memory separately."""
     device, host = training.device + way.device, training.pinned + way.pinned
     if not apart:
         return format_bytes(device + training.host + way.host)

@@ -1,4 +1,4 @@
-"""End all processes in a lab's namespaces; as a program, do so once the lab's process is gone.
+"""End all processes in a lab's namespaces; run as a program, wait until the lab's process has ended.
 
 ``python -I -S guard.py FILE...`` waits until its standard input ends.  Each file is a namespace; as long
 as it is open, no other namespace gets the same inode number.  Processes are found by their namespace,
@@ -40,14 +40,14 @@ def inside(namespaces: Iterable[Identity]) -> list[int]:
 
 
 def signal_all(namespaces: Iterable[Identity], number: int) -> None:
-    """Send a signal to all processes inside."""
+    """Send a signal to all processes in these namespaces."""
     for pid in inside(namespaces):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def end_all(namespaces: Iterable[Identity], seconds: float) -> None:
-    """Ask all processes inside to end, and kill those that are still running after ``seconds``."""
+    """Send SIGTERM to all processes in these namespaces; after ``seconds``, kill any that still run."""
     known = list(namespaces)
     signal_all(known, signal.SIGTERM)
     deadline = time.monotonic() + seconds

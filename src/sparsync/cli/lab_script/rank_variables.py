@@ -43,12 +43,12 @@ def rank_variables(
         # the lab has no route to the Internet, so these libraries would retry endlessly
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
-        # the lab has no name server either, so torch would warn that addresses have no names
+        # the lab has no name server, so torch would warn that it cannot resolve addresses to names
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # after restarting its workers, torchrun would reuse the store with the last round's addresses
+        # after restarting its workers, torchrun would reuse the store with the previous round's addresses
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    # as if all ranks were on one machine, under torchrun --nproc-per-node
+    # the same values as under torchrun --nproc-per-node, with all ranks on one machine
     workers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -62,7 +62,7 @@ def rank_variables(
         "MASTER_PORT": MASTER_PORT,
         "TORCHELASTIC_RUN_ID": _JOB,  # by which Lightning and others recognise torchrun
     }
-    # Defaults of torchrun's options: for a torchrun inside, every rank is a separate node.  The node
+    # Defaults of torchrun's options: if the script is torchrun, every rank is a separate node.  The node
     # rank is left out, because c10d's rendezvous assigns it, and warns if one is given.
     agents = {
         "PET_NNODES": ranks,
@@ -115,7 +115,7 @@ def _check_torchrun(words: Sequence[str], ranks: int) -> None:
             given = parser.parse_args(words)
             least, most = parse_min_max_nnodes(given.nnodes)
     except (SystemExit, RuntimeError, ValueError):
-        return  # torchrun itself says what is wrong with its options, or shows its help
+        return  # torchrun itself reports what is wrong with its options, or shows its help
     node = "in the lab, every rank is a node of torchrun"
     require(
         not given.standalone,

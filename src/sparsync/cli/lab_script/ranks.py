@@ -37,7 +37,7 @@ class ScriptResult:
     links: str  # as ``parse_links`` reads them
     exit_code: int  # the first failed rank's exit code, or 0; 128 + N: ended by signal N
     exit_codes: list[int]
-    seconds: float  # seconds from the time when all ranks had sent data to the last rank's end
+    seconds: float  # seconds from the time when all ranks have sent data until the last rank ends
     seconds_start: float  # seconds before that: imports, and building the model
     bytes_sent: list[int]  # bytes on the rank's link, as counted by the kernel
     bytes_received: list[int]
@@ -78,7 +78,7 @@ def run_script(
         run: name of this run in its result.
         variables: further environment variables of the ranks.
         grace: seconds that the other ranks have to end by themselves after one has failed.
-        elastic: whether ranks may come and go; if so, torchft's lighthouse is started on a separate
+        elastic: whether ranks may leave and join; if so, torchft's lighthouse is started on a separate
             link, and the failure of a rank does not end the others.
     """
     places = ranks + elastic
@@ -104,9 +104,8 @@ def run_script(
             while guard.inside(namespaces) and time.monotonic() < deadline:
                 time.sleep(_LOOK)
             raise
-        guard.end_all(
-            namespaces - _of(lab, places, ranks), _ASKED
-        )  # processes that a script has left behind
+        # end processes that a script has left behind
+        guard.end_all(namespaces - _of(lab, places, ranks), _ASKED)
         for one in running:
             one.join()
         watch.look()
@@ -201,20 +200,20 @@ class _Rank:
         return _OF_A_SIGNAL - code if code < 0 else code
 
     def lose(self) -> None:
-        """Kill everything that the rank has started, once a signal has ended the rank itself.
+        """Kill all processes that the rank has started, once a signal has ended the rank itself.
 
-        A killed torchrun does not end its workers, which would continue as if their node were there.
+        A killed torchrun does not end its workers.  They would continue as if their node were still up.
         """
         if not self._lost:
             self._lost = True
             guard.signal_all([self._seat], signal.SIGKILL)
 
     def end(self) -> None:
-        """End the rank and everything that it has started."""
+        """End the rank and all processes that it has started."""
         guard.end_all([self._seat], _ASKED)
 
     def join(self) -> None:
-        """Wait for the last output."""
+        """Wait until all of the rank's output has been forwarded."""
         self.process.wait()
         for thread in self._copiers:
             thread.join()
@@ -238,7 +237,7 @@ class _Printer:
         source.close()
 
     def _write(self, prefix: str, lines: Sequence[bytes], target: IO[str]) -> None:
-        # consume output even if nobody reads it any more, or the rank would block
+        # read a rank's output even if it can no longer be written; otherwise, the rank would block
         if not lines or self._error:
             return
         # keep only the last state of a progress bar, which is what a terminal would show
@@ -251,7 +250,7 @@ class _Printer:
                 self._error.append(error)
 
     def check(self) -> None:
-        """Raise an error if nobody reads the output any more."""
+        """Raise the error if writing the output has failed, e.g. because its reader has ended."""
         if self._error:
             raise self._error[0]
 
@@ -297,7 +296,7 @@ class _Watch:
 
 
 def _of(lab: Lab, places: int, ranks: int) -> set[guard.Identity]:
-    """Return the namespaces that belong to no rank, i.e. the lighthouse's."""
+    """Return the namespaces that belong to no rank, i.e. at most the lighthouse's namespace."""
     return {guard.identity(lab.seat(place).namespace) for place in range(ranks, places)}
 
 

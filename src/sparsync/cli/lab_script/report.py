@@ -14,7 +14,7 @@ from sparsync.cost.wording import format_bytes, format_seconds
 
 __all__ = ["comparison", "per_rank", "write_plot"]
 
-_SAME = 0.95  # fraction of dense's bytes above which nothing was compressed
+_SAME = 0.95  # if more than this fraction of dense's bytes is sent, nothing was compressed
 _STYLES = (("black", "-"), ("#d95f02", "--"))
 
 
@@ -86,7 +86,7 @@ def _same(dense: ScriptResult, attached: ScriptResult) -> list[str]:
 
 
 def write_plot(results: Sequence[ScriptResult], path: Path) -> None:
-    """Plot the bytes that a rank has sent against the seconds since all ranks had met.
+    """Plot the bytes that a rank has sent against the seconds since all ranks have sent data.
 
     The picture is readable in grey, because each run has its own line style.  A dot marks the end of a
     run.

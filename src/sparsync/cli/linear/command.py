@@ -33,7 +33,7 @@ def _exchanges(text: str) -> tuple[str, ...]:
 
 
 def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
-    """Train once per exchange; under a launcher, only rank 0 returns results, and the others None.
+    """Train once per exchange; under a launcher, only rank 0 returns results, other ranks return None.
 
     Example:
         >>> small = {"ranks": 2, "rows": 200, "dimensions": 5_000, "epochs": 2}
@@ -89,7 +89,7 @@ def command(
     """Train a linear model on sparse data, data-parallel, with a lossless sparse exchange.
 
     Messages are as sparse as the data, and nothing is dropped, so losses are the same as with the
-    dense exchange (--compare dense). Starts local ranks, or runs inside a launcher's.
+    dense exchange (--compare dense). Starts local ranks, or runs on the ranks of a launcher.
     """
     if predict is not None:
         training = {"exchange": exchange, "compare": compare, "aggregation": aggregation}
@@ -148,7 +148,7 @@ def _predict(model: Path, out: Path | None, json: Path | None, given: dict[str, 
         out.write_text(text, "utf-8")
     write_json(json, {"rows": len(labels), "accuracy": accuracy})
     meaning, equal = "", "equal to --data's"
-    if len(trained.labels) > 2:  # a class has several labels, so predictions are -1 and 1
+    if len(trained.labels) > 2:  # a class combines several labels, so predictions are -1 and 1
         ones = ", ".join(map(label_text, trained.positive))
         meaning, equal = f" (1 for {ones}, -1 for all others)", "of the class of --data's"
     right = "" if accuracy is None else f", {100 * accuracy:.2f} % of them {equal}"

@@ -92,7 +92,7 @@ def train_all(settings: LinearSettings) -> list[LinearResult]:
         products, results = Products(settings.threads), []
         for given in settings.exchanges:
             name = settings.named(given).label
-            # a rank that does not wait for others' exchanges does not wait for their computation either
+            # asynchronous ranks do not wait for each other, so they must not wait for a common start
             meter = Meter() if settings.staleness else Meter(line.wait)
             with (
                 row(name) as bar,
@@ -211,7 +211,7 @@ async def _train(
 
 
 def _save(settings: LinearSettings, exchange: str, solver: Solver, shard: Shard) -> None:
-    """Write a single model: exchanges are lossless, so every run gives all ranks the same model."""
+    """Write one model file; exchanges are lossless, so all runs and ranks end with the same model."""
     if settings.save is None or solver.comm.rank or exchange != settings.exchanges[0]:
         return
     meaning = {"labels": shard.known, "positive": shard.positive, "base": shard.base}
@@ -263,10 +263,10 @@ def _result(
 def _exchange_seconds(
     ranks: Sequence[Sequence[tuple[str, float, float]]], together: bool
 ) -> tuple[float, float]:
-    """Return how long an epoch's exchanges took, in seconds, with and without those of derivatives.
+    """Return the seconds that an epoch's exchanges took, with and without exchanges of derivatives.
 
-    An exchange takes from the common start until the last rank ends.  If ranks do not start together,
-    it is the slowest rank's time that counts.
+    An exchange lasts from the common start until the last rank ends.  If ranks do not start together,
+    the slowest rank's time counts.
     """
     every = without = 0.0
     for exchange in zip(*ranks, strict=True):

@@ -18,7 +18,7 @@ __all__ = ["LinearResult", "tables", "with_ratios"]
 
 @dataclass(frozen=True)
 class LinearResult:
-    """One training run; its fields are the JSON keys, and None if they do not apply.
+    """One training run; its fields are the JSON keys.  Fields that do not apply are None.
 
     Lists have one value per epoch unless stated otherwise.  Bytes are from the ledger of the rank that
     sends or receives most.  Seconds are the slowest rank's, and exclude evaluations.
@@ -37,7 +37,7 @@ class LinearResult:
     staleness: int
     # mean loss plus penalties over all ranks' rows, before the first epoch and after each epoch
     objective: list[float]
-    accuracy: list[float]  # at the same times, on ``accuracy_on``
+    accuracy: list[float]  # at the same times, on the rows that ``accuracy_on`` names
     accuracy_on: str  # "held-out rows" or "training rows"
     seconds: list[float]  # computation and exchanges together
     # seconds of exchanges, from the time when all ranks are ready until the last one has its result; if

@@ -167,7 +167,7 @@ class LinearSettings:
         background: Engine | None = None,
         **shared: Any,
     ) -> Solver:
-        """Make the solver for a rank's rows; ``shared`` has further options of ``Solver``."""
+        """Make the solver for a rank's rows; ``shared`` contains further options of ``Solver``."""
         from sparsync.published.sparcml.linear.solvers import SOLVERS
 
         found = self.named(exchange)
@@ -204,5 +204,5 @@ class LinearSettings:
         return Connection(self.transport, self.timeout, None, self.lab, simulates=True)
 
     def positive_labels(self) -> list[float] | None:
-        """Read ``positive`` as the labels of a file."""
+        """Return the labels that ``positive`` lists, as numbers; None if it is not given."""
         return None if self.positive is None else [*numbers("positive", self.positive, float)]

@@ -31,9 +31,8 @@ from sparsync.transports.sim import (
 
 __all__ = ["AveragedRun", "scheme_scale", "simulate_averaging"]
 
-_COPIES = (
-    13  # vectors of n / C elements that a rank holds at most: in memories, results and messages
-)
+# the largest number of vectors of n / C elements that a rank holds: in memories, results and messages
+_COPIES = 13
 _ELEMENT_BYTES = 4
 
 
@@ -71,7 +70,7 @@ def simulate_averaging(
     weigher: Callable[[float], Callable[[Tensor, Framing], Weight]],
     advance: Callable[[int], None],
 ) -> AveragedRun:
-    """Simulate whole periods of a scheme, from a model that all ranks share.
+    """Simulate whole periods of a scheme; all ranks start from the same model.
 
     Args:
         scheme: the scheme's row.

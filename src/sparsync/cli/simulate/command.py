@@ -82,7 +82,7 @@ def command(
 ) -> None:
     """Simulate training steps with the algorithms' own code, on virtual ranks with a virtual clock.
 
-    Reports selection, communication and computation time next to those of Dense (one message) and
+    Compares selection, communication and computation time with the times of Dense (one message) and
     DenseOvlp (25 MiB buckets, exchanged during the backward pass).
     """
     measured = None if machine is None else read_machine(machine)
@@ -120,7 +120,7 @@ def command(
 def _topology(
     network: str | None, measured: Machine | None, ports: str, nodes: int | None, inner: str | None
 ) -> Topology:
-    """Return the topology: the given links, else the measured or default ones; with nodes, if given."""
+    """Return the topology: the given links, or else measured or default links; with nodes, if given."""
     if network is None and measured is not None:
         links = Links(measured.alpha, measured.beta)
     else:
@@ -261,7 +261,7 @@ def _caption(rows: Sequence[SimulatedRow], settings: SimulationSettings) -> str:
 
 
 def _write_plot(rows: Sequence[SimulatedRow], path: Path) -> None:
-    """Draw a step's parts as one bar per algorithm, readable in grey; lines if there are several P."""
+    """Draw a step's parts, one bar per algorithm, readable in grey; draw lines if there are several P."""
     if len({row.ranks for row in rows}) > 1:
         _write_lines(rows, path)
         return

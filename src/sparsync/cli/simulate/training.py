@@ -48,19 +48,15 @@ _DENSE = ("dense", "ring-dense")
 # with these algorithms, a rank holds at most this number times k, whatever P is; with others, it holds
 # the sum, up to n entries
 _BOUNDED = MappingProxyType({"oktopk": 6, "budgeted": 6, "halving": 6, "gtopk": 6})
-_GATHERING = (
-    "allgather",
-    "gaussiank",
-    "redsync",
-    "redsync-quantized",
-)  # with these algorithms, messages hold P k entries
-# the backward pass's share of the computation: it has two matrix products per layer, forward has one
+# with these algorithms, messages hold P k entries
+_GATHERING = ("allgather", "gaussiank", "redsync", "redsync-quantized")
+# the backward pass's share of the computation: two matrix products per layer, one in the forward pass
 _BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step; the fields are the JSON's keys.  Its parts are means over ranks, and add up to it."""
+    """One step; its fields are the JSON keys.  Parts are means over ranks and add up to ``seconds``."""
 
     seconds: float  # from the start of all ranks until the last one ends
     seconds_computation: float  # forward and backward pass
@@ -72,9 +68,8 @@ class SimulatedStep:
     messages: float  # maximum over ranks
     # maxima over ports of messages, bytes and seconds, in each direction
     phases: dict[str, dict[str, float]]
-    ports: dict[
-        str, dict[str, list[float]]
-    ]  # for ranks, then for nodes: bytes and busy seconds in each direction
+    # for ranks, then for nodes: bytes and busy seconds in each direction
+    ports: dict[str, dict[str, list[float]]]
 
 
 @dataclass(frozen=True)

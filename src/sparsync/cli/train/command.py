@@ -31,7 +31,7 @@ __all__ = ["command", "train"]
 def train(
     settings: TrainSettings, algorithms: Sequence[str], before_step: BeforeStep | None = None
 ) -> list[TrainResult] | None:
-    """Train on local processes, or inside a launcher's ranks; see ``train_rank``.
+    """Train on local processes, or on the ranks of a launcher; see ``train_rank``.
 
     Returns:
         One result per algorithm; under a launcher, None on every rank but 0.
@@ -77,8 +77,8 @@ def command(
 ) -> None:
     """Train data-parallel: a small model on data that every machine has, or a paper's model on --data.
 
-    Starts local processes, or runs inside those of a launcher (torchrun, mpiexec, srun).  "dense" is
-    plain DDP.
+    Starts local processes, or runs in the processes of a launcher (torchrun, mpiexec, srun).  "dense"
+    is plain DDP.
     """
     require(
         not elastic or detect() is None,

@@ -53,8 +53,8 @@ __all__ = [
 
 _LOOPBACK = "127.0.0.1"
 _SILENT = 120.0  # seconds without a report from any rank after which a run is aborted
-# milliseconds of silence after which the lighthouse declares a rank dead; the second is for a run in
-# which no rank is killed, because there silence only means that the machine is busy
+# milliseconds of silence after which the lighthouse declares a rank dead; the longer time is for a run
+# in which no rank is killed: there, silence only means that the machine is busy
 _HEARTBEAT, _PATIENT = 400, 5_000
 
 
@@ -132,7 +132,7 @@ def check_kill(text: str) -> float:
 
 
 def train_elastic(settings: TrainSettings, algorithm: str, kill: str) -> ElasticResult:
-    """Train without faults and then with them, or both in parallel if ranks mostly wait (``--delay``).
+    """Train once without and once with faults, in parallel if ranks mostly wait (``--delay``).
 
     Raises:
         PeerError: no rank reported for two minutes, a rank failed or died, or a rank was missing in a
@@ -208,7 +208,7 @@ class _Run:
         self.seconds = 0.0
 
     def play(self, bar: Any) -> _Run:
-        """Train to the end."""
+        """Start the ranks, and run the training to its end."""
         lab = self.settings.lab
         ranks = self.settings.ranks
         with (
@@ -261,7 +261,7 @@ class _Run:
         heard, furthest, due = time.monotonic(), 0, float("inf")
         while len(self.ended) + len(self.late) < self.settings.ranks:
             if self.stopped.is_set():
-                raise PeerError("stopped")  # nobody waits for this run any more
+                raise PeerError("stopped")  # this run's result is no longer needed
             ready = wait(list(self.pipes.values()), timeout=0.1)
             for rank, pipe in list(self.pipes.items()):
                 if pipe not in ready:
@@ -293,7 +293,7 @@ class _Run:
         self.seconds = max(one.when for one, _ in self._every()) - self.began
 
     def _release(self) -> None:
-        """Let waiting ranks start; hold the first ones until all are ready, or one would train alone."""
+        """Release waiting ranks; at first, wait until all are ready, or one of them would train alone."""
         if not self.began and len(self.ready) < self.settings.ranks:
             return
         self.began = self.began or time.time()
@@ -303,10 +303,10 @@ class _Run:
         self.ready.clear()
 
     def _check_whole(self) -> None:
-        """Refuse a run without injected faults in which some rank was missing nevertheless."""
+        """If no faults are injected, refuse a run in which a rank was missing from a step."""
         ranks = self.settings.ranks
         for step in sorted(self.applied):
-            # before the first exchange, nobody contributes
+            # before the first exchange, no rank contributes
             if (present := self._contributors(step)) not in (0, ranks):
                 raise PeerError(
                     f"step {step}: without faults, {present} of {ranks} ranks contributed, so there is "
@@ -330,9 +330,9 @@ class _Run:
         self._start(rank, lab, address)
 
     def _contributing(self) -> list[int]:
-        """Return the ranks that have contributed to one of the last steps since their start.
+        """Return the ranks that have contributed to a recent step and have not been restarted since then.
 
-        This excludes ranks killed since then, because their weights are gone.
+        A rank that was restarted later has lost its weights, so its contribution does not count.
         """
         started = {rank: when for when, rank in self.starts}
         steps = sorted(self.applied)[-3:-1]
@@ -399,8 +399,9 @@ class _Run:
             later = [o.when for o, rank in every if rank == started and o.counts and o.when > when]
             returns += [later[0] - when] if later else []
         contributors = [self._contributors(step) for step in steps]
-        # Merge all ranks' reports: if every rank was killed once, no rank has seen all changes.  Of a
-        # change's norms, the largest counts, because ranks that missed the last votes know an older one.
+        # Merge all ranks' reports: if every rank was killed once, no rank has seen all changes.  Ranks
+        # may report different norms for a change, because some missed the last votes and know only an
+        # older norm; the largest norm counts.
         seen = sorted({change for one, _ in every for change in one.changes})
         changes = {change[:3]: change for change in seen}.values()
         rate, free_rate = (
@@ -498,7 +499,7 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
         except (BrokenPipeError, EOFError):
             pass  # the parent no longer listens
-        except Exception as error:  # a silent rank with a heartbeat would keep the others waiting
+        except Exception as error:  # if it kept sending heartbeats, the other ranks would wait
             traceback.print_exc()
             pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
     os._exit(0)  # exit without cleaning up, because torchft's servers would keep the process alive

@@ -116,7 +116,7 @@ def check_elastic(settings: TrainSettings, label: str) -> None:
 
 
 def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tuple[str, ...]:
-    """Refuse unknown algorithms, options that no algorithm has, and a target without "dense".
+    """Refuse unknown algorithms, options that no algorithm takes, and a target without "dense".
 
     Returns:
         A label for each algorithm, in the form that ``labels`` returns.
@@ -138,8 +138,8 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
             f"{', '.join(algorithms)}; add dense"
         )
     # To check the target, ranks wait for each other after every step.  "updates" is allowed, because by
-    # default its ranks meet in every second step anyway: the additional waits are short, and only make
-    # it look slower.
+    # default its ranks wait for each other in every second step anyway.  The additional waits are short,
+    # and they can only make "updates" look slower.
     ahead = [one.name for one in schemes if one.name != "updates"]
     if ahead and target is not None:
         raise ConfigurationError(
@@ -172,7 +172,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
 
 
 def _check_used(settings: TrainSettings, found: Sequence[Named]) -> None:
-    """Refuse options that no algorithm uses; with encryption, say if one sends unencrypted."""
+    """Refuse options that no algorithm uses; if an algorithm ignores ``curve_keys``, print a line."""
     schemes = [one for one in found if one.name in SCHEMES]
     local = settings.space == "local"  # its exchange accepts every algorithm, even "dense"
     plain = [one for one in found if one.name in ("dense", *HOOKS) and not local]
@@ -357,7 +357,8 @@ def _averaged(settings: TrainSettings, found: Named, model: nn.Module) -> Exchan
     """Let each rank train its model separately, and a scheme average the models.
 
     Schemes of the outer step's family are attached, so that the optimizer's moments can follow the
-    average.  As ``attach`` always averages buffers, they are attached only if buffers are averaged.
+    average.  ``attach`` always averages buffers, so these schemes are attached only if buffers are to be
+    averaged.
     Methods that step by signs get plain SGD, as published.
     """
     name, given = found.name, _scheme_options(settings, found)

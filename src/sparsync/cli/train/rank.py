@@ -46,7 +46,7 @@ def train_rank(
         One result per algorithm, the same on all ranks.
 
     Raises:
-        PeerError: another rank is gone; the message names this rank and the step.
+        PeerError: another rank died or did not answer; the message names the calling rank and the step.
     """
     workload = settings.make_workload()
     with _naming_gloo(f"rank {dist.get_rank()}, before the first step"):
@@ -163,7 +163,7 @@ def _step(
     step: int,
     factor: float = 1.0,
 ) -> float:
-    """Run one step; return this rank's loss before it.  ``factor`` multiplies the learning rate."""
+    """Run one step; return this rank's loss before the step.  ``factor`` scales the learning rate."""
     divisor = settings.lr_divisor(sums=exchange.sums)
     for optimizer in exchange.optimizers:
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Training runs side by side: a closing table, and a plot of the loss over seconds, bytes and steps."""
+"""Compare training runs: a closing table, and a plot of the loss over seconds, bytes and steps."""
 
 from __future__ import annotations
 

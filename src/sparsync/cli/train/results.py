@@ -1,8 +1,8 @@
 """Results of training runs: their fields, which are also the JSON keys, and the time to a target loss.
 
-To decide whether a run has reached the target, its loss at a step is averaged with those of the steps
-before it, never with later ones, which are unknown during the run.  All runs see the same data in the
-same order, so their noise is similar.
+To decide whether a run has reached the target, its loss at a step is averaged with the losses of
+earlier steps.  Later losses are not used, because they are unknown during the run.  All runs see the
+same data in the same order, so their noise is similar.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Goal", "TrainResult", "seconds_of_all", "smoothed", "with_target"]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """One training run; its fields are the keys of the JSON, and None if they do not apply.
+    """One training run; its fields are the keys of the JSON.  Fields that do not apply are None.
 
     Settings of the run, e.g. ``density``, have the same names as in ``TrainSettings``.
     """
@@ -58,14 +58,14 @@ class TrainResult:
     bytes_counted: str  # "ledger": as sent; "formula": computed for a bandwidth-optimal allreduce
     # largest number of bytes per step that the kernel counted on a lab's link
     bytes_kernel: list[int] | None
-    transport: str  # carrier of the gradients
+    transport: str  # what carries the gradients
     lab: float | None  # lowest rate of the links in bits per second
     layers: int | None
     width: int | None
     links: str | None = None  # the lab's links, as ``parse_links`` reads them
     workload: str = "bytes"
     accuracy: float | None = None  # accuracy on held-out images, in [0, 1]
-    lr_divisor: int = 1  # divides ``lr``; it is P where SGD steps by the sum of the gradients
+    lr_divisor: int = 1  # divides ``lr``; P if SGD applies the sum of the gradients, else 1
     momentum: float = 0.0  # momentum of SGD
     momentum_corrected: bool = False  # whether momentum is applied before the exchange
     nesterov: bool = False
@@ -82,7 +82,7 @@ class TrainResult:
     dense_share: float = 0.0
     delay: str = "none"
     seconds_finish: float = 0.0  # the part of ``seconds_total`` after the last step
-    target_step: int | None = None  # the step whose loss, in the run of "dense", is the target
+    target_step: int | None = None  # the target is the loss of "dense" at this step
     target_loss: float | None = None  # loss averaged over the last ``target_window`` steps
     target_window: int | None = None
     # number of steps until the loss, averaged in the same way, is at most the target

@@ -128,8 +128,8 @@ def parse_schedule(text: str) -> Schedule:
     AT is a step or, with a percent sign, a percentage of the run.
 
     Raises:
-        ConfigurationError: the text has no such form, a factor is outside (0, 1), or milestones do
-            not rise.
+        ConfigurationError: the text has none of these forms, a factor is outside (0, 1), or
+            milestones do not rise.
 
     Example:
         >>> parse_schedule("step:0.1:80+120")

@@ -248,7 +248,7 @@ class TrainSettings:
         return make_workload(self.workload, **options)
 
     def correction(self, corrects: bool) -> Correction:
-        """Return the correction of local gradients; ``corrects``: whether presets' defaults have it."""
+        """Return the correction of local gradients; ``corrects``: whether presets use it by default."""
         wanted = corrects if self.momentum_correction is None else self.momentum_correction
         clip = self.clip or None
         if self.optimizer != "sgd" or not wanted:

@@ -1,6 +1,6 @@
 """Models and data to train on: ``sparsync train --workload NAME``.
 
-Three need nothing but this machine: ``bytes``, ``lstm`` and ``digits``.  Other packages add workloads
+Three need no downloaded data: ``bytes``, ``lstm`` and ``digits``.  Other packages can add workloads
 through entry points in the group ``sparsync.workloads``; these may read a folder, given by ``--data``.
 """
 
@@ -27,7 +27,7 @@ _OWN: MappingProxyType[str, type[Workload]] = MappingProxyType(
 
 
 def workload_names() -> list[str]:
-    """List the names of all workloads, this package's first."""
+    """List the names of all workloads; this package's workloads come first."""
     return [*_OWN, *sorted(point.name for point in entry_points(group=_GROUP))]
 
 

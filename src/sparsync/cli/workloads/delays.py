@@ -1,4 +1,4 @@
-"""Injected delays: how long a rank waits before a step.  Every rank can compute all ranks' delays."""
+"""Injected delays: how long a rank waits before a step.  Any rank can compute the delays of all ranks."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def parse_delay(text: str) -> Delay:
     """Read "none", "random:COUNT:SECONDS", "persistent:RANK:SECONDS" or "heavytail:MIN:MAX".
 
     Raises:
-        ConfigurationError: the text has no such form, a count is below 1, a rank below 0, or a time
-            outside [0, one day].
+        ConfigurationError: the text has none of these forms, a count is below 1, a rank is below 0, or
+            a time is outside [0, one day].
 
     Example:
         >>> parse_delay("random:2:0.32")

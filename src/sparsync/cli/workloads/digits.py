@@ -20,8 +20,8 @@ __all__ = ["DigitsWorkload", "SmallVgg", "shifted"]
 class SmallVgg(nn.Module):
     """Pairs of 3x3 convolutions, each followed by max-pooling, then two fully connected layers.
 
-    Like the published VGG, it has no batch normalisation, whose running statistics would be another
-    source of differences between ranks.  ``channels`` lists the numbers of channels in each pair.
+    Like the published VGG, it has no batch normalisation: running statistics would be a further source
+    of differences between ranks.  ``channels`` lists the numbers of channels in each pair.
 
     Example:
         >>> model = SmallVgg(seed=0)
@@ -103,7 +103,8 @@ class DigitsWorkload(Workload):
             ) from error
         pixels, digits = load_digits(return_X_y=True)
         order = np.random.default_rng(0).permutation(len(digits))
-        images = torch.tensor(pixels[order] / 16, dtype=torch.float32).view(-1, 1, 8, 8)  # of 0..16
+        # pixels are 0..16
+        images = torch.tensor(pixels[order] / 16, dtype=torch.float32).view(-1, 1, 8, 8)
         targets = torch.tensor(digits[order], dtype=torch.int64)
         cut = round(0.8 * len(order))
         return (images[:cut], targets[:cut]), (images[cut:], targets[cut:])

@@ -113,7 +113,7 @@ class ByteText:
 
 @dataclass(frozen=True)
 class TextWorkload(Workload):
-    """A language model's workload on the text; a subclass adds the model."""
+    """A workload that trains a language model on the text; a subclass provides the model."""
 
     context: int = 64  # bytes per window
 

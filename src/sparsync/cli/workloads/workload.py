@@ -50,7 +50,7 @@ class Defaults:
     sgd_lr: float  # learning rate of SGD with momentum 0.9
     adam_lr: float  # learning rate of Adam and AdamW
     batch_size: int  # samples (windows, images) per rank and step
-    clip: float | None = None  # largest 2-norm of the averaged gradient; None: any
+    clip: float | None = None  # largest 2-norm of the averaged gradient; None: no limit
     optimizer: str = "sgd"  # "sgd", "adam" or "adamw"
     weight_decay: float = 0.0  # weight decay of sgd
 
@@ -131,7 +131,7 @@ class Evaluation:
 
     @staticmethod
     def total(shares: Iterable[Evaluation]) -> Evaluation:
-        """Add up shares, in their order."""
+        """Add up the evaluations of disjoint shares, in the given order."""
         loss, hits, count, more = 0.0, 0, 0, Counter[str]()
         for share in shares:
             loss, hits, count = loss + share.loss_sum, hits + share.hits, count + share.count
@@ -162,7 +162,7 @@ class Objective(ABC):
         """Evaluate a held-out batch; no gradient is recorded, and dropout is off."""
 
     def figures(self, whole: Evaluation) -> dict[str, float]:
-        """Return further figures for the held-out samples, by name; NaN if there are none."""
+        """Return further figures for the held-out samples, by name; NaN if there are no samples."""
         return {}
 
 
@@ -204,7 +204,7 @@ class CrossEntropy(Objective):
         )
         if self.perplexity:
             nats = mean(whole.loss_sum, whole.count)
-            # e^709 is the largest float64
+            # e^710 exceeds the largest float64
             found["perplexity"] = math.inf if nats > 700 else math.exp(nats)
         return found
 
@@ -234,14 +234,17 @@ class Workload(ABC):
 
     @abstractmethod
     def batch(self, draw: Draw) -> Batch:
-        """Return a rank's inputs and targets at a step; they depend only on ``draw``."""
+        """Return a rank's inputs and targets for one step; they depend only on ``draw``."""
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Return the held-out inputs and targets, if they are two tensors."""
         raise NotImplementedError
 
     def held_out_batches(self, *, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        """Yield a rank's share of the held-out samples, by default ``held_out``'s, for any seed."""
+        """Yield a rank's share of the held-out samples, in batches; the seed has no influence on it.
+
+        By default, the samples are those of ``held_out``.
+        """
         inputs, targets = (part[rank::world_size] for part in self.held_out())
         for start in range(0, len(inputs), batch_size):
             part = slice(start, start + batch_size)

@@ -195,15 +195,15 @@ class UpdateSpace(torch.optim.Optimizer):
         return flat
 
     def stats(self) -> dict[str, Any]:
-        """Return steps, bytes per step and phase, and residual norms as plain numbers."""
+        """Return the number of steps, the bytes per step and phase, and the residual norms."""
         return reducer_stats(self.reducer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state and the state of this rank's reducer, in an envelope."""
+        """Return torch's state and the state of this rank's reducer in one dictionary, the envelope."""
         return sealed("optimizer", {**super().state_dict(), "reducer": reducer_state(self.reducer)})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check locally that a saved state fits, without changing anything."""
+        """Check, without communication, that a saved state fits; leave the optimizer unchanged."""
         content = Fields({"state": Mapping, "param_groups": list, "reducer": object})
         return parse_state(self.reducer, opened(state, "optimizer", content)["reducer"])
 
@@ -235,7 +235,7 @@ class UpdateSpaceSGD(UpdateSpace):
     ``sparsync.attach``; all others are options of the preset.
 
     Raises:
-        ConfigurationError: the module is DDP's, lr < 0, the density is out of range, or an
+        ConfigurationError: the module is wrapped in DDP, lr < 0, the density is out of range, or an
             algorithm or option is unknown.
         NonFiniteGradientError: from ``step``; parameters and residuals are unchanged.
 

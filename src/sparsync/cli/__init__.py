@@ -1,1 +1,1 @@
-"""The command line: ``sparsync train | bench | linear | doctor | plan | simulate | keys``."""
+"""The command line: ``sparsync train | bench | linear | lab | doctor | plan | simulate | keys``."""

@@ -86,7 +86,7 @@ class Forwarder:
         self._thread.start()
 
     def processor_seconds(self) -> float:
-        """Return the thread's processor time so far, which includes the ranks' receive work."""
+        """Return the thread's processor seconds so far, including the work of delivering packets."""
         assert self._thread.ident is not None
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 

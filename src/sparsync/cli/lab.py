@@ -11,7 +11,7 @@ Links with delay, jitter or loss use ``netem`` instead of ``tbf``.  If the kerne
 thread of this process carries the packets between the ranks (``forwarder.py``), and there is no bridge.
 
 No part of a lab has a global name.  A namespace exists as long as the process that made it holds it open
-or a rank runs inside.  When these processes have ended, nothing is left, even if they were killed.
+or a rank runs in it.  When these processes have ended, nothing is left, even if they were killed.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Release all namespaces; they disappear when the ranks inside have ended."""
+        """Release all namespaces; they disappear when the ranks in them have ended."""
         if self.forwarder is not None:
             self.forwarder.close()
             self.forwarder = None
@@ -373,7 +373,7 @@ def _counters() -> dict[str, LinkTraffic]:
 
 
 class _Namespace:
-    """A network namespace, which exists until this object is closed and no process is left inside.
+    """A network namespace, which exists until this object is closed and no process is left in it.
 
     Any process of the same user can open it by its ``path``, as long as the creating process lives.
     """
@@ -474,7 +474,7 @@ def _require_linux() -> None:
 
 
 def ensure_privileges() -> None:
-    """Do nothing if this process may make a lab; otherwise restart it inside a user namespace.
+    """Do nothing if this process may make a lab; otherwise restart it in a user namespace.
 
     Root may make a lab.  Any other user becomes root of a new user namespace, if the kernel allows it.
     Only a single-threaded process can enter a user namespace, so this process is replaced (``exec``) by

@@ -58,7 +58,7 @@ class Link:
 
     @property
     def is_far(self) -> bool:
-        """Whether the link has a delay or a loss, and not only a rate."""
+        """Whether the link delays or loses packets, rather than only limiting the rate."""
         return self.rtt > 0 or self.loss > 0
 
 

@@ -1,4 +1,4 @@
-"""Run one function on P local processes, or inside the ranks that a launcher started.
+"""Run one function on P local processes, or on the ranks that a launcher started.
 
 Local processes are forked from a server that has already imported torch, because the import would take
 each rank seconds.  Alternatively, ``mpiexec`` starts them as ``python -m sparsync.cli.launch SOCKET``.
@@ -110,7 +110,7 @@ def launch(
 
     Args:
         function: a function that can be imported from its module.
-        world_size: number of local processes; under a launcher, it must match the launcher's.
+        world_size: number of local processes; under a launcher, its number of ranks.
         args: picklable arguments.
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves after one has failed.
@@ -333,7 +333,7 @@ def _be_forked(
     args: tuple[Any, ...],
     timeout: float,
 ) -> None:
-    """Run a forked rank; a rank that fails exits immediately, so that the others notice."""
+    """Run a forked rank; a rank that fails exits immediately, so that the other ranks notice."""
     rank, world_size, port, seat, environ = place
     os.environ.update(environ)  # the fork server's environment dates from its own start
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
@@ -475,7 +475,7 @@ class StartLine:
         return start
 
     def elapsed(self, starts: Tensor, ends: Tensor) -> float:
-        """Return the seconds from the common start to the last rank's end, given `[P]` nanoseconds."""
+        """Return the seconds from the common start to the last end, given `[P]` times in nanoseconds."""
         if self.one_machine:
             return float(ends.max() - starts.max()) / _NANOSECONDS
         return float((ends - starts).max()) / _NANOSECONDS

@@ -247,7 +247,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _word(word: str, value: Any) -> _Reader:
-    """Return a reader for one word, in any spelling."""
+    """Return a reader that accepts one word, in any spelling, and returns ``value``."""
 
     def read(text: str) -> Any:
         if fold(text) != fold(word):

@@ -257,7 +257,7 @@ def machine_of(file: Path | None, network: str | None, rtt: str | None) -> Machi
 
 
 def _over_ranks(plans: Mapping[int, Plan], machine: Machine, size: int) -> Group:
-    """Show one plan, or a column per world size."""
+    """Show a single plan in full, or several plans with one column per world size."""
     if len(plans) == 1:
         [(ranks, made)] = plans.items()
         return _shown(made, machine, size, ranks)

@@ -78,7 +78,7 @@ class Rule(Protocol):
     """A requirement on a value in addition to its type, given in an annotation."""
 
     def refuse(self, name: str, value: Any, given: dict[str, Any]) -> None:
-        """Raise a ``ConfigurationError`` if ``value``, never None, does not fit the other values."""
+        """Raise a ``ConfigurationError`` if ``value``, never None, breaks the rule."""
 
 
 @final

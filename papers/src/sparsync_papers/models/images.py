@@ -167,7 +167,7 @@ class _Residual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block, which changes the number of channels and divides the size by its stride."""
+        """Apply the block; it changes the number of channels and divides the image size by its stride."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
@@ -227,7 +227,7 @@ def resnet18x4(*, width: int = 256, classes: int = 1000) -> ImageClassifier:
     All layers, including the first convolution, are four times as wide as in ResNet-18. The last
     layer, with 2,048 features and 1,000 classes, contains the paper's "more than 2M" parameters.
 
-    Free choices: the classes are ImageNet-1K's (Table 3; the text once says 11K).
+    Free choices: there are 1,000 classes, as in ImageNet-1K (Table 3; the text mentions 11K once).
 
     References: Zagoruyko & Komodakis, `Wide Residual Networks <https://arxiv.org/abs/1605.07146>`_,
     2016.

@@ -48,7 +48,7 @@ class LstmLanguageModel(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the word that follows each word."""
+        """Return, for each word, the logits of the next word."""
         hidden, _ = self.lstm(self.dropout(self.embedding(tokens)))
         logits: Tensor = self.head(self.dropout(hidden))
         return logits

@@ -81,7 +81,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A number stated in a paper's text, and this run's number."""
+    """A number that a paper's text states, and the number that this run gave for it."""
 
     what: str  # the quantity
     says: str  # the paper's statement, in words or numbers
@@ -209,7 +209,7 @@ class Table(list[Row]):
         return [float(value or 0) for value in values]
 
     def points(self, x: str, y: str, where: Row | None = None) -> list[tuple[float, float]]:
-        """Return pairs from two columns, from the rows whose cells include ``where``."""
+        """Return pairs ``(x, y)`` from two columns of the rows whose cells include ``where``."""
         rows = self.where(where or {})
         return list(zip(rows.column(x), rows.column(y), strict=True))
 

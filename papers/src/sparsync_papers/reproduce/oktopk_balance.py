@@ -58,7 +58,7 @@ def _averaged_boundaries(selected: Sequence[SparseVector], size: int) -> list[in
 def gathered(
     counts: Sequence[int], *, balance: bool, links: Links = ARIES
 ) -> Simulation[Vector | None]:
-    """Gather the given number of entries from each rank, after balancing or by a plain allgatherv."""
+    """Gather each rank's given number of entries, either after balancing or by a plain allgatherv."""
     width = max(*counts, 1)
 
     async def program(comm: SimCommunicator) -> Vector | None:

@@ -104,7 +104,7 @@ def _outcome(
     where: str,
     fastest: str = '"the fastest time-to-solution"',
 ) -> Outcome:
-    """Train a small model with all schemes; a step takes the simulated time of the paper's model."""
+    """Train a small model with all schemes; each step counts the simulated time of the paper's model."""
     ranks, steps = settings.pick(RANKS, 2), settings.steps_or(steps, 3)
     simulated, costs = settings.pick(FITTED_RANKS, 4), fit()
     rising = recipe.workload.classifies

@@ -64,7 +64,7 @@ _MODELS = (VGG, LSTM, BERT)
 
 @dataclass(frozen=True)
 class Scheme:
-    """A bar of the figures, i.e. an algorithm and how it selects and overlaps."""
+    """A bar of the figures: an algorithm, its way of selecting, and whether it overlaps computation."""
 
     name: str  # name in the paper
     form: str  # its row of ``PRESETS``
@@ -276,7 +276,7 @@ class Parts:
         return self.sparsification + self.communication + self.computation
 
     def named(self) -> dict[str, float]:
-        """Return the parts under their names in the figures."""
+        """Return the parts in seconds, keyed by their names in the figures."""
         return {
             "sparsification": self.sparsification,
             "communication": self.communication,
@@ -446,7 +446,7 @@ def _compare_vgg(times: Times, ranks: Sequence[int]) -> list[Comparison]:
 
 
 def _compare_bert(times: Times, ranks: Sequence[int]) -> list[Comparison]:
-    """Compare with section 5.4.3; times at P = 32 are fitted, those at larger P predicted."""
+    """Compare BERT with section 5.4.3; times at P = 32 are fitted, and times at larger P predicted."""
     few, many = ranks[0], ranks[-1]
     where = "section 5.4.3"
     found = []
@@ -483,13 +483,13 @@ def on_aries(costs: Effective) -> Effective:
 
 
 def _over_others(scheme: Scheme, times: Times, ranks: int) -> tuple[float, float]:
-    """Return a scheme's gains over the best and the worst of the paper's other schemes."""
+    """Return a scheme's speedups over the best and the worst of the paper's other schemes."""
     ratios = [times[s.name, ranks].seconds / times[scheme.name, ranks].seconds for s in _OTHERS]
     return min(ratios), max(ratios)
 
 
 def _range(at: str, says: str, where: str, times: Times, ranks: int) -> Comparison:
-    """Compare Ok-Topk's gains over the best and the worst other scheme with the paper's gains."""
+    """Compare Ok-Topk's speedups over the best and the worst other scheme with the paper's speedups."""
     low, high = _over_others(OKTOPK, times, ranks)
     slowest = max(_OTHERS, key=lambda s: times[s.name, ranks].seconds)
     what, ours = f"{OKTOPK.name}: over all others at {at}", f"{low:.2f} to {high:.2f} x"

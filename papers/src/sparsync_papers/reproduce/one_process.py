@@ -33,7 +33,7 @@ Choice = Callable[[str, Tensor], bool]  # chooses parameters by name and value
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, and its settings for SGD with momentum."""
+    """A model and the settings with which SGD with momentum trains it."""
 
     name: str  # name in tables
     workload: Workload  # data and loss

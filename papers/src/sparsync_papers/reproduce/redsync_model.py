@@ -46,7 +46,7 @@ _DIFFERS = (
 
 @dataclass(frozen=True)
 class Platform:
-    """A machine on which the paper measures."""
+    """A machine on which the paper's measurements were made."""
 
     name: str  # name of the machine
     machine: Machine  # network and GPU
@@ -62,7 +62,7 @@ MURADIN = Platform("Muradin", Machine(beta=1 / 3.5e9, memory=1 / 490e9), 14.9e12
 
 @dataclass(frozen=True)
 class Training:
-    """A model, and the computation in one step."""
+    """A model, and the amount of computation in one step."""
 
     make: Callable[[], Model]  # returns the sizes of its layers
     gflops: float  # GFLOPs of a forward pass with one sample (Table 1)

@@ -37,7 +37,7 @@ _WORD_BYTES = 4
 
 
 class Kernels(NamedTuple):
-    """A stage's work on one layer: kernel launches, and passes over the layer's bytes in memory."""
+    """A stage's work on one layer: the number of kernel launches and of passes over the layer's bytes."""
 
     launches: float
     passes: float
@@ -75,7 +75,7 @@ CLEAR = Kernels(1, 1)  # G = 0, before messages are added to it
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a model's parameter tensors, in registration order, and the work to mask each."""
+    """The sizes of a model's parameter tensors, in registration order, and the work of masking each."""
 
     name: str
     sizes: tuple[int, ...]
@@ -202,7 +202,7 @@ def _select(
     scheme: Scheme,
     times: SelectionTimes = SelectionTimes(),  # noqa: B008 (frozen)
 ) -> float:
-    """Return the seconds that selecting from a layer of n elements takes."""
+    """Return the seconds that it takes to select from a layer of n elements."""
     searching = times.search if scheme is QUANTISED_RGC else times.searched
     trimmed = BySize().method(_WORD_BYTES * n) == "trimmed"
     return (times.trimmed if trimmed else searching).seconds(_WORD_BYTES * n)

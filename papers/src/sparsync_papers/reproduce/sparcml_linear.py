@@ -58,7 +58,7 @@ _DIFFERS = (
 
 
 def _train(settings: Settings, base: LinearSettings, exchange: str) -> tuple[LinearResult, ...]:
-    """Train with a sparse exchange and with the dense exchange."""
+    """Train with a sparse exchange and with the dense exchange; return both results."""
     chosen = replace(base, exchanges=(exchange, "dense"), seed=settings.seed)
     if settings.quick:
         chosen = replace(chosen, ranks=2, rows=200, dimensions=5000, steps=2)

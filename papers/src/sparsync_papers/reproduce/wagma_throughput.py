@@ -54,7 +54,7 @@ class Setting:
     work: Work  # seconds that a rank computes at a step
 
     def links(self, size: int) -> Links:
-        """Return links on which ``size`` elements take as long as the paper's model."""
+        """Return links on which ``size`` elements take as long as the parameters of the paper's model."""
         return Links(ALPHA, BETA * self.parameters / size)
 
 
@@ -79,7 +79,7 @@ class Scheme:
 
     @property
     def all_wait(self) -> bool:
-        """Whether every rank waits for all others on every step."""
+        """Whether every rank waits for all other ranks on every step."""
         return self.barrier == 1 or self.name == "allreduce" or self.options.get("period") == 1
 
 

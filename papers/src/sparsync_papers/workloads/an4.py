@@ -117,7 +117,7 @@ def read_sound(path: Path) -> Tensor:
         `[samples]`, ``float32`` in [-1, 1).
 
     Raises:
-        ConfigurationError: the file has another format.
+        ConfigurationError: the file has neither format.
     """
     advice = "convert it to 16-bit samples at 16 kHz, one channel"
     try:
@@ -144,7 +144,7 @@ def read_sound(path: Path) -> Tensor:
 
 
 def _roughness(samples: np.ndarray) -> float:
-    """Measure the jumps between samples, which are large if the byte order is wrong."""
+    """Return the size of the jumps between samples, which are large if the byte order is wrong."""
     return float(np.abs(np.diff(samples.astype(np.float64))).sum())
 
 
@@ -268,7 +268,7 @@ def _text(letters: list[int]) -> str:
 @final
 @dataclass(frozen=True)
 class LstmAn4(FolderWorkload[Spoken]):
-    """The workload of Ok-Topk, section 5, with the settings of its published runs (density 0.02)."""
+    """The LSTM as in Ok-Topk, section 5, with the settings of its published runs (density 0.02)."""
 
     width: int = 800  # hidden units per layer
     layers: int = 5  # stacked LSTM layers

@@ -121,7 +121,10 @@ class Vgg16Cifar10(CifarWorkload):
 
 @final
 class Resnet20Cifar10(CifarWorkload):
-    """SparCML's Figure 1, with the settings of He et al. 2016, section 4.2, and ResNet-110's batch."""
+    """ResNet-20 as in SparCML, Figure 1, with the batch size of ResNet-110.
+
+    All other settings are from He et al. 2016, section 4.2.
+    """
 
     name = "resnet20-cifar10"
     build = staticmethod(resnet20_cifar10)
@@ -130,7 +133,10 @@ class Resnet20Cifar10(CifarWorkload):
 
 @final
 class Resnet44Cifar10(CifarWorkload):
-    """RedSync, Table 1: 4 ranks with 64 images each; otherwise as in He et al. 2016, section 4.2."""
+    """ResNet-44 as in RedSync, Table 1: 4 ranks with 64 images each.
+
+    All other settings are from He et al. 2016, section 4.2.
+    """
 
     name = "resnet44-cifar10"
     build = staticmethod(resnet44_cifar10)
@@ -139,7 +145,10 @@ class Resnet44Cifar10(CifarWorkload):
 
 @final
 class Resnet110Cifar10(CifarWorkload):
-    """SparCML, Table 3: 256 images on 8 ranks; otherwise as in He et al. 2016, section 4.2."""
+    """ResNet-110 as in SparCML, Table 3: 256 images on 8 ranks.
+
+    All other settings are from He et al. 2016, section 4.2.
+    """
 
     name = "resnet110-cifar10"
     build = staticmethod(resnet110_cifar10)

@@ -133,8 +133,8 @@ class MaskedPairs(Samples):
 
         Returns:
             Tokens and their segments (0 or 1), `[batch, context]`; the tokens to predict, of the same
-            shape, with ``PADDING`` elsewhere; and whether the second passage comes from another document,
-            `[batch]`.
+            shape, with ``PADDING`` elsewhere; and whether the two passages come from different
+            documents, `[batch]`.
         """
         samples = [
             self._sample(document, generator or np.random.default_rng([document]))

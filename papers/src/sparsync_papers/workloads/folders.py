@@ -84,7 +84,7 @@ class FolderWorkload(Workload, Generic[S]):
     @final
     @cached_property
     def parts(self) -> tuple[S, S]:
-        """The result of ``load``, read on first use."""
+        """The training and the held-out samples, which ``load`` reads on first use."""
         return self.load()
 
     @final

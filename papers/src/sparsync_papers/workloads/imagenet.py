@@ -191,10 +191,10 @@ class ImagenetWorkload(FolderWorkload[ImageFolders]):
 
 @final
 class Resnet50Imagenet(ImagenetWorkload):
-    """WAGMA, section 5.2: 64 ranks with 64 images each; the lr of Goyal et al. 2017 for 256 images.
+    """ResNet-50 as in WAGMA, section 5.2: 64 ranks with 64 images each.
 
-    The model has one class ("background") in addition to the folders. This gives the paper's parameter
-    count.
+    The learning rate for 256 images is from Goyal et al. 2017. The model has one class
+    ("background") in addition to the folders. This gives the paper's parameter count.
     """
 
     name = "resnet50-imagenet"
@@ -217,7 +217,10 @@ class _WithHiddenLayers(ImagenetWorkload):
 
 @final
 class AlexnetImagenet(_WithHiddenLayers):
-    """RedSync, Table 1: 6 ranks with 32 images each; otherwise Krizhevsky et al. 2012, section 5."""
+    """AlexNet as in RedSync, Table 1: 6 ranks with 32 images each.
+
+    All other settings are from Krizhevsky et al. 2012, section 5.
+    """
 
     name = "alexnet-imagenet"
     build = staticmethod(alexnet)
@@ -225,7 +228,10 @@ class AlexnetImagenet(_WithHiddenLayers):
 
 @final
 class Vgg16Imagenet(_WithHiddenLayers):
-    """RedSync, Table 1: 6 ranks with 32 images each; otherwise Simonyan & Zisserman, section 3.1."""
+    """VGG-16 as in RedSync, Table 1: 6 ranks with 32 images each.
+
+    All other settings are from Simonyan & Zisserman, section 3.1.
+    """
 
     name = "vgg16-imagenet"
     build = staticmethod(vgg16_imagenet)
@@ -233,7 +239,7 @@ class Vgg16Imagenet(_WithHiddenLayers):
 
 @dataclass(frozen=True)
 class _Wide(ImagenetWorkload):
-    """SparCML, section 8.4: 64 ranks with 8 images each.
+    """The wide networks of SparCML, section 8.4: 64 ranks with 8 images each.
 
     The paper's learning rate of 1 is for CNTK, in which momentum is a weighted average of gradients
     rather than a sum. With momentum 0.9, this rate corresponds to 0.1 in torch.

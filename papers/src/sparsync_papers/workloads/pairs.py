@@ -224,7 +224,7 @@ class Translation(Objective):
         return {"BLEU": bleu(whole.more)}
 
     def _text(self, numbers: Tensor, *, unknown: str) -> list[str]:
-        """Return the words of a sentence before its end token."""
+        """Return the words of a sentence, up to its end token."""
         words = [self.words[number] for number in numbers.tolist()]
         words = words[: words.index(END)] if END in words else words
         return joined([unknown if word == UNKNOWN else word for word in words])
@@ -338,9 +338,10 @@ class PairsWorkload(FolderWorkload[SentencePairs]):
 @final
 @dataclass(frozen=True)
 class TransformerWmt17(PairsWorkload):
-    """WAGMA, section 5.3: English to German, up to 8,192 tokens; otherwise Vaswani et al. 2017.
+    """The Transformer as in WAGMA, section 5.3: English to German, batches of up to 8,192 tokens.
 
-    The learning rate is the peak of Vaswani et al.'s schedule, after 4,000 warm-up steps.
+    All other settings are from Vaswani et al. 2017. The learning rate is the peak of Vaswani et
+    al.'s schedule, after 4,000 warm-up steps.
     """
 
     width: int = 512
@@ -383,7 +384,10 @@ class TransformerWmt17(PairsWorkload):
 @final
 @dataclass(frozen=True)
 class Atis(PairsWorkload):
-    """SparCML, Table 3: 560 sentences on 8 ranks, words to slots. The rate is a choice made here."""
+    """ATIS as in SparCML, Table 3: 560 sentences on 8 ranks, words to slots.
+
+    The learning rate is a choice made here.
+    """
 
     context: int = 64
 
@@ -397,7 +401,10 @@ class Atis(PairsWorkload):
 @final
 @dataclass(frozen=True)
 class Hansards(PairsWorkload):
-    """SparCML, Table 3: 256 sentences on 8 ranks, English to French. The rate is a choice made here."""
+    """Hansards as in SparCML, Table 3: 256 sentences on 8 ranks, English to French.
+
+    The learning rate is a choice made here.
+    """
 
     context: int = 64
 

@@ -39,7 +39,7 @@ def _perceptron(inputs: int, width: int, outputs: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Experience:
-    """The steps of complete episodes, one episode after the other."""
+    """The steps of complete episodes, in order, one episode after another."""
 
     returns: tuple[float, ...]  # undiscounted sum of the rewards of each episode
     observations: Tensor  # `[steps, numbers]`
@@ -92,13 +92,13 @@ class Ppo:
     # a Gymnasium task with discrete actions and vector observations
     environment: str = "CartPole-v1"
     episodes: int = 4  # whole episodes that a rank collects per iteration
-    discount: float = 0.99  # gamma (the paper's)
-    trace: float = 0.95  # lambda of the advantages (the paper's)
-    clip: float = 0.2  # epsilon (the paper's)
+    discount: float = 0.99  # gamma (as in the paper)
+    trace: float = 0.95  # lambda of the advantages (as in the paper)
+    clip: float = 0.2  # epsilon (as in the paper)
     # passes over the collected experience per iteration (the paper's number for tasks like these)
     epochs: int = 10
-    minibatch: int = 64  # environment steps per update (the paper's)
-    lr: float = 1e-3  # learning rate of Adam (three times the paper's)
+    minibatch: int = 64  # environment steps per update (as in the paper)
+    lr: float = 1e-3  # learning rate of Adam (three times the paper's rate)
     value_weight: float = 0.5  # weight of the values' squared error (the paper states none)
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class Ppo:
 
     @torch.no_grad()
     def collect(self, model: nn.Module, *, seed: int, iteration: int, rank: int) -> Experience:
-        """Play complete episodes; the time is proportional to their lengths."""
+        """Play complete episodes and return their steps; the time is proportional to their lengths."""
         environment, generator = self.make_environment(), _generator(seed, iteration, rank, 0)
         played = [self._play(model, environment, generator) for _ in range(self.episodes)]
         parts = zip(*(tensors for _, tensors in played), strict=True)

@@ -113,11 +113,12 @@ class Windows(Samples):
 
 @dataclass(frozen=True)
 class WordsWorkload(FolderWorkload[Windows]):
-    """RedSync, section 6.2: 4 ranks with 5 windows each, clipped gradients; perplexity is reported.
+    """The LSTM of RedSync, section 6.2: 4 ranks with 5 windows each, and clipped gradients.
 
-    Every window starts from a zero state, in training and in evaluation. With momentum 0.9, the
-    learning rate corresponds to plain SGD with rate 20, which is usual for this model (RedSync
-    states no rate). ``--momentum 0 --lr 20`` gives the paper's plain SGD.
+    The evaluation reports the perplexity. Every window starts from a zero state, in training and in
+    evaluation. With momentum 0.9, the learning rate corresponds to plain SGD with rate 20, which is
+    usual for this model (RedSync states no rate). ``--momentum 0 --lr 20`` gives the paper's plain
+    SGD.
     """
 
     width: int = 1500  # width of the embedding, and hidden units per layer
@@ -164,13 +165,13 @@ class WordsWorkload(FolderWorkload[Windows]):
 
 @final
 class LstmPtb(WordsWorkload):
-    """The Penn Treebank."""
+    """The LSTM of RedSync on the Penn Treebank."""
 
     name = "lstm-ptb"
 
 
 @final
 class LstmWikitext2(WordsWorkload):
-    """WikiText-2."""
+    """The LSTM of RedSync on WikiText-2."""
 
     name = "lstm-wikitext2"

@@ -41,7 +41,7 @@ class KernelRow:
     # computed for n float32 elements, even if the kernel reads only some of them
     gigabytes_per_second: float
     seconds: float  # best of the repetitions, including the wait for the device
-    seconds_torch: float  # the same for the torch operations that specify the kernel
+    seconds_torch: float  # the same time for the torch operations that specify the kernel
     equal: bool  # whether the results are bit-identical
     backend: str  # "triton", the instruction set of the C++ kernels, or "torch" without either
     device: str

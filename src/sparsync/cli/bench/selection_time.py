@@ -138,7 +138,7 @@ class _Line:
     prepare: Callable[[], object]  # makes the next step's data; not timed
     run: Callable[[], Tensor]  # returns the selected values
     exact: bool | None = False  # whether it promises the k largest; None: it selects nothing
-    period: int = 1  # number of successive calls that differ; a sample is their mean
+    period: int = 1  # calls in a cycle of unequal calls; a sample is their mean
     warmup: int = 1  # number of untimed calls before the first sample
     samples: list[float] = field(default_factory=list)  # seconds per call
 
@@ -226,7 +226,7 @@ def _clock_of_gpu() -> float:
 
 
 def _data(settings: SelectorSettings, size: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return a residual, and a gradient that changes its threshold a little."""
+    """Return a residual, and a gradient that slightly changes the residual's threshold."""
     generator = torch.Generator(settings.device).manual_seed(settings.seed)
     draw = partial(torch.randn, size, generator=generator, device=settings.device)
     if settings.input == "uniform":

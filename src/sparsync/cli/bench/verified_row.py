@@ -57,7 +57,7 @@ class Case:
         return self.collective if isinstance(self.collective, str) else self.collective.name
 
     def draw(self, rank: int, step: int) -> Tensor:
-        """Return a rank's gradient, new on every step so that error feedback sees no repetition."""
+        """Return a rank's gradient for a step; gradients change from step to step, as in training."""
         return gradient(self.input, Draw(self.size, self.ranks, rank, step, self.seed))
 
 
@@ -96,7 +96,7 @@ class _Watched(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         if self.fence is not None:
-            with comm.stage("fence"):  # waiting for the others does not count as communication
+            with comm.stage("fence"):  # waiting for other ranks does not count as communication
                 self.started = self.fence()
         before = time.process_time()
         reduced = await self.inner.reduce(comm, selected, k, step)

@@ -133,7 +133,7 @@ def _narrow(needed: float, everyone: Sequence[Facts]) -> Iterator[Check]:
 
 
 def _differing(everyone: Sequence[Facts]) -> Iterator[Check]:
-    """Report kernel settings that differ between ranks, with the ranks that deviate from the majority."""
+    """Report kernel settings that are not equal on all ranks."""
     for name in dict.fromkeys(name for facts in everyone for name in facts.tcp):
         values = [" ".join(map(str, facts.tcp.get(name, ("unknown",)))) for facts in everyone]
         advice = "set the same on all ranks: the slowest sets the pace"

@@ -34,7 +34,7 @@ _TCP: Final = ("tcp_wmem", "tcp_rmem", "tcp_adv_win_scale", "tcp_slow_start_afte
 class Facts:
     """The facts about one rank."""
 
-    sparsync: str  # version
+    sparsync: str  # version of sparsync
     torch: str
     python: str
     platform: str  # system and processor
@@ -133,7 +133,8 @@ def _backends() -> dict[str, str]:
 def tcp_settings(folder: Path = Path("/proc/sys/net/ipv4")) -> dict[str, tuple[int, ...]]:
     """Return the kernel's TCP settings that matter on far links, by name; omit any that it lacks.
 
-    The settings belong to the process's network stack; a container's may differ from the host's.
+    The settings belong to the process's network stack, so a container may have other settings than
+    its host.
     """
     found = {}
     for name in _TCP:

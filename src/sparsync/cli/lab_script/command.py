@@ -75,8 +75,8 @@ def command(
 
     Each rank is a process in its own network namespace, with the environment variables that torchrun
     sets. Its output lines are prefixed with [RANK]. At the end, the command prints the seconds, and the
-    bytes that every rank sent and received, as counted by the kernel. The exit code is 0, or that of
-    the first rank that failed.
+    bytes that every rank sent and received, as counted by the kernel. The exit code is 0, or the exit
+    code of the first rank that failed.
     """
     settings = LabSettings(**fields)
     parse_links(lab, settings.ranks)

@@ -1,7 +1,7 @@
 """End all processes in a lab's namespaces; run as a program, wait until the lab's process has ended.
 
-``python -I -S guard.py FILE...`` waits until its standard input ends.  Each file is a namespace; as long
-as it is open, no other namespace gets the same inode number.  Processes are found by their namespace,
+``python -I -S guard.py FILE...`` waits until its standard input ends.  Each file is a namespace; while
+the file is open, no other namespace gets the same inode number.  Processes are found by their namespace,
 because a script may start processes in new sessions, as torchrun does.
 
 The program imports nothing from sparsync, so that it starts immediately.

@@ -29,7 +29,7 @@ _OF_A_SIGNAL = 128  # a shell's exit code for a signal is this plus the signal's
 @final
 @dataclass(frozen=True)
 class ScriptResult:
-    """One run of a script; the fields are the JSON's keys, and lists have one value per rank."""
+    """One run of a script; its fields are the JSON keys.  Lists have one value per rank or sample."""
 
     run: str  # "script"; with --compare "dense" and "attached"
     command: list[str]
@@ -38,11 +38,12 @@ class ScriptResult:
     exit_code: int  # the first failed rank's exit code, or 0; 128 + N: ended by signal N
     exit_codes: list[int]
     seconds: float  # seconds from the time when all ranks have sent data until the last rank ends
-    seconds_start: float  # seconds before that: imports, and building the model
+    seconds_start: float  # seconds until all ranks have sent data: imports, and building the model
     bytes_sent: list[int]  # bytes on the rank's link, as counted by the kernel
     bytes_received: list[int]
     sampled_seconds: list[float]  # seconds since the start, one per sample
-    sampled_bytes_sent: list[int]  # bytes sent by then, on the rank that sent most in total
+    # bytes sent until each sample, on the rank that sent most in total
+    sampled_bytes_sent: list[int]
 
     @property
     def sent_most(self) -> int:
@@ -79,7 +80,7 @@ def run_script(
         variables: further environment variables of the ranks.
         grace: seconds that the other ranks have to end by themselves after one has failed.
         elastic: whether ranks may leave and join; if so, torchft's lighthouse is started on a separate
-            link, and the failure of a rank does not end the others.
+            link, and the failure of a rank does not end the other ranks.
     """
     places = ranks + elastic
     with (

@@ -68,7 +68,7 @@ def _caption(result: ScriptResult) -> list[str]:
 
 
 def _silent(result: ScriptResult) -> list[str]:
-    """Explain links that carried nothing."""
+    """Return an explanation if links carried no data."""
     if all(result.bytes_sent):
         return []
     silent = [str(rank) for rank, sent in enumerate(result.bytes_sent) if not sent]
@@ -79,7 +79,7 @@ def _silent(result: ScriptResult) -> list[str]:
 
 
 def _same(dense: ScriptResult, attached: ScriptResult) -> list[str]:
-    """Explain a comparison without a difference."""
+    """Return an explanation if the comparison shows no difference."""
     if attached.sent_most < _SAME * dense.sent_most:
         return []
     return ["both sent the same: does the script call sparsync.attach?"]

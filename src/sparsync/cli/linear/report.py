@@ -21,7 +21,7 @@ class LinearResult:
     """One training run; its fields are the JSON keys.  Fields that do not apply are None.
 
     Lists have one value per epoch unless stated otherwise.  Bytes are from the ledger of the rank that
-    sends or receives most.  Seconds are the slowest rank's, and exclude evaluations.
+    sends or receives most.  Seconds are measured on the slowest rank and exclude evaluations.
     """
 
     exchange: str

@@ -182,7 +182,7 @@ class LinearSettings:
 
     @staticmethod
     def named(exchange: str) -> Named:
-        """Read an exchange with its options."""
+        """Parse the name of an exchange, which may be followed by options."""
         return named(exchange, PRESETS, among=EXCHANGES, decided=DECIDED, kind="exchange")
 
     def _check_data(self) -> None:

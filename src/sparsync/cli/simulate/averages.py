@@ -157,6 +157,6 @@ class _Slower(Topology):
         self.gamma, self.ports = links.gamma * factor, links.ports
 
     def route(self, source: int, dest: int) -> Route:
-        """Return the route with its beta multiplied."""
+        """Return the route with its beta multiplied by ``factor``."""
         route = self.links.route(source, dest)
         return route._replace(beta=route.beta * self.factor)

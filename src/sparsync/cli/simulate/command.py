@@ -148,7 +148,7 @@ def _model_size(given: int | None, inputs: str) -> int:
 
 
 def _compute(text: str) -> tuple[float, float]:
-    """Parse seconds and their spread."""
+    """Parse the option's computation time and its spread, both in seconds."""
     try:
         seconds, spread = map(float, (text if "," in text else f"{text},0").split(","))
     except ValueError as error:
@@ -157,7 +157,7 @@ def _compute(text: str) -> tuple[float, float]:
 
 
 def _straggler(text: str) -> tuple[int, float]:
-    """Parse RANK:FACTOR."""
+    """Parse RANK:FACTOR; the rank computes slower by this factor."""
     try:
         rank, factor = text.split(":")
         return int(rank), float(factor)

@@ -96,8 +96,8 @@ def load_gradients(path: Path) -> Tensor:
 def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
     """Return normal values at 2 k positions of a unit, one in each of 2 k cells of equal width.
 
-    In a fraction of the cells (``shared``), all ranks have the same position and value; in the others,
-    they draw independently.  Positions stay the same from step to step; values are fresh.
+    In a fraction of the cells (``shared``), all ranks have the same position and value; in all other
+    cells, they draw independently.  Positions stay the same from step to step; values are fresh.
     """
     held = [min(_CELLS * max(round(settings.density * size), 1), size) for size in sizes]
 

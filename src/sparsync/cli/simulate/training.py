@@ -45,8 +45,8 @@ _ENTRY_BYTES = 16
 # proportional to n.  So they are scaled down to blocks of this many elements, which need no padding.
 _BLOCK = 64
 _DENSE = ("dense", "ring-dense")
-# with these algorithms, a rank holds at most this number times k, whatever P is; with others, it holds
-# the sum, up to n entries
+# with these algorithms, a rank holds at most this number times k entries, whatever P is; with all other
+# algorithms, it holds the whole sum, up to n entries
 _BOUNDED = MappingProxyType({"oktopk": 6, "budgeted": 6, "halving": 6, "gtopk": 6})
 # with these algorithms, messages hold P k entries
 _GATHERING = ("allgather", "gaussiank", "redsync", "redsync-quantized")

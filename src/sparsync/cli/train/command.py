@@ -39,7 +39,7 @@ def train(
     Raises:
         ConfigurationError: an algorithm is unknown, or ``settings.ranks`` is not the launcher's number
             of processes.
-        RankError: a rank failed, and the others were stopped.
+        RankError: a rank failed, and the other ranks were stopped.
     """
     checked = check_algorithms(settings, algorithms)
     results: list[TrainResult] | None = settings.connection().start(
@@ -105,7 +105,7 @@ def command(
 def _elastic(
     settings: TrainSettings, algorithm: str, kill: str, json: Any, plot: Path | None
 ) -> None:
-    """Train while killing ranks."""
+    """Run the command with ``--elastic``, i.e. train while ranks are killed."""
     label, *others = labels_of(algorithm)
     require(not others, f"--elastic trains by one algorithm, not {algorithm!r}; name one")
     check_elastic(settings, label)

@@ -59,7 +59,7 @@ _HEARTBEAT, _PATIENT = 400, 5_000
 
 
 class Change(NamedTuple):
-    """A change of the group's members; all members of the old group report the same one."""
+    """A change of the group's members; all members of the old group report the same change."""
 
     step: int
     ranks: int
@@ -98,7 +98,8 @@ class ElasticResult:
     ranks: int
     steps: int
     kills: int
-    recovered: int  # kills after which the others continued and the killed rank contributed again
+    # kills after which the other ranks continued and the killed rank contributed again
+    recovered: int
     survivor_seconds_median: float | None  # from a kill until the survivors applied a step
     survivor_seconds_max: float | None
     return_seconds_median: float | None  # from a rank's start until its first contribution
@@ -192,7 +193,7 @@ class _Run:
         self, settings: TrainSettings, algorithm: str, mean: float, stopped: Event
     ) -> None:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
-        self.stopped = stopped  # set by Ctrl-C, or when another run fails
+        self.stopped = stopped  # set by Ctrl-C, or when the other run fails
         check_local_ranks()
         self.context = fork_server("sparsync", "torch._dynamo")
         self.random = random.Random(settings.seed)
@@ -204,7 +205,7 @@ class _Run:
         self.began = 0.0  # the time when the first ranks were released together; 0 before that
         self.kills: list[tuple[float, int]] = []
         self.ended: dict[int, Ended] = {}
-        self.late: set[int] = set()  # ranks that had not returned when the others ended
+        self.late: set[int] = set()  # ranks that had not returned when all other ranks ended
         self.seconds = 0.0
 
     def play(self, bar: Any) -> _Run:
@@ -358,7 +359,7 @@ class _Run:
         return min((moment for moment in own if moment > when), default=0.0)
 
     def _give_up(self) -> None:
-        """Kill the ranks that have not returned when all others have ended: they would train alone."""
+        """Kill ranks that have not returned when all other ranks have ended; they would train alone."""
         started = {rank: when for when, rank in self.starts}
         away = {rank for rank, when in started.items() if not self._first_since(rank, when)}
         if self.ended.keys() | away == started.keys():
@@ -506,7 +507,7 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
 
 
 def _hush() -> None:
-    """Discard the output of torchft's servers (several lines per step), but keep Python's."""
+    """Discard the output of torchft's servers (several lines per step); keep the output of Python."""
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     logging.getLogger("torchft").setLevel(logging.ERROR)

@@ -119,7 +119,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
     """Refuse unknown algorithms, options that no algorithm takes, and a target without "dense".
 
     Returns:
-        A label for each algorithm, in the form that ``labels`` returns.
+        One label per algorithm, as from ``labels``.
     """
     found = [_named(text) for text in algorithms]
     for one in found:
@@ -413,7 +413,7 @@ def _scheme_options(settings: TrainSettings, found: Named) -> dict[str, Any]:
 
 
 def _in_ddp(model: nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
-    """Wrap a model, but do not send the initial weights: they come from a seed, so all are equal."""
+    """Wrap a model in DDP without sending its initial weights; a seed makes them equal on all ranks."""
     return DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, init_sync=False)
 
 

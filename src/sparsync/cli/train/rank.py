@@ -39,7 +39,7 @@ def train_rank(
     Args:
         settings: equal for all algorithms.
         algorithms: names of presets, schemes or PyTorch's hooks.  "dense" is plain DDP without any
-            hook; it runs first if it sets the target of the others.
+            hook; it runs first if it sets the target of the other runs.
         before_step: an importable function that every rank calls with (rank, step).
 
     Returns:
@@ -74,7 +74,7 @@ def _train(
     before_step: BeforeStep | None,
     bar: Bar,
 ) -> tuple[Exchange, _RankReport]:
-    """Train to the last step or the goal."""
+    """Train until the last step, or until the goal is reached."""
     rank, model = dist.get_rank(), workload.make_model(settings.seed)
     # seed each rank differently, so that dropout removes different units on each
     torch.manual_seed(settings.seed * dist.get_world_size() + rank)
@@ -127,7 +127,7 @@ def _train(
 
 
 def _mean_of_ranks(loss: float) -> float:
-    """Return the mean over all ranks; call this between steps, where time is not measured."""
+    """Return the mean of a loss over all ranks; call this between steps, so that it is not timed."""
     mean = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(mean)
     return float(mean) / dist.get_world_size()
@@ -140,7 +140,7 @@ def _link_sent() -> int:
 
 
 def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: int = 5) -> float:
-    """Return the slowest rank's median seconds for a step without exchange, while all ranks compute.
+    """Return the slowest rank's median seconds for a step without exchange; all ranks compute at a time.
 
     An additional, untimed first step warms up caches and allocators.
     """

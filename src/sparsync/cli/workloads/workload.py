@@ -43,8 +43,8 @@ PADDING = (
 class Defaults:
     """Default settings of a workload.
 
-    The papers' workloads take their settings from the papers.  For the others, at least three settings
-    were tried with dense, and these were the best.
+    The papers' workloads take their settings from the papers.  For all other workloads, at least
+    three settings were tried with dense, and these were the best.
     """
 
     sgd_lr: float  # learning rate of SGD with momentum 0.9
@@ -140,12 +140,12 @@ class Evaluation:
 
 
 def mean(total: float, count: int) -> float:
-    """Return the total per count; NaN if the count is 0."""
+    """Return ``total / count``, or NaN if the count is 0."""
     return total / count if count else math.nan
 
 
 def outputs_of(model: nn.Module, inputs: Tensors) -> Tensors:
-    """Run a model; several inputs become its positional arguments."""
+    """Run a model and return its outputs; several inputs become positional arguments."""
     outputs: Tensors = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
     return outputs
 

@@ -110,7 +110,7 @@ def launch(
 
     Args:
         function: a function that can be imported from its module.
-        world_size: number of local processes; under a launcher, its number of ranks.
+        world_size: number of local processes; under a launcher, the launcher's number of ranks.
         args: picklable arguments.
         timeout: seconds that gloo waits for a peer.
         grace: seconds that the other ranks have to end by themselves after one has failed.
@@ -364,7 +364,7 @@ def _be_forked(
 
 @contextmanager
 def ending_with_parent() -> Iterator[None]:
-    """Exit silently when the parent ends; errors from its pipes and namespaces are mere consequences."""
+    """Exit silently when the parent ends, because the errors that then follow would only be noise."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

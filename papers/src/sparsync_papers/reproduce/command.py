@@ -55,7 +55,7 @@ def command(
     steps: _Steps = None,
     seeds: _Seeds = None,
 ) -> None:
-    """Reproduce tables and figures of the papers; compare the papers' numbers with those of this run.
+    """Reproduce tables and figures of the papers; compare the papers' numbers with this run's numbers.
 
     An artifact that fails does not stop the others; the exit code is then 1.
     """

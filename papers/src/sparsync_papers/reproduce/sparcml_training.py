@@ -58,7 +58,7 @@ def _outcome(
     steps: int,
     more: str = "",
 ) -> Outcome:
-    """Collect all training runs in one table, and draw one panel per model."""
+    """Collect all training runs in one table, and plot one panel per model."""
     rows: list[Row] = [
         {
             "model": recipe.name,

@@ -157,7 +157,7 @@ def measure(
     while not pace.warm([outcome.seconds for outcome in outcomes]):
         do(None)
     warmup, steps = len(outcomes), pace.timed([outcome.seconds for outcome in outcomes])
-    closing = ends and not every  # verify an untimed step: copying vectors would distort the times
+    closing = ends and not every  # verify an extra, untimed step: copies would distort times
     total = warmup + len(turns) * steps + closing
     timed = [do(total, alone=alone) for _ in range(steps) for alone in turns]
     if closing:

@@ -225,7 +225,7 @@ def judge(k: int, everyone: Iterable[Evidence]) -> Verdict:
 
 
 def compare(k: int, selected: int, total: Vector, digests: Set[int]) -> Verdict:
-    """Judge a step by one rank's total and the digests of all totals, without the law of conservation.
+    """Judge a step by one rank's total and the digests of all totals; skip the law of conservation.
 
     ``selected`` is the largest number of entries that any rank selected.  The sum has at least as many
     entries, unless some cancel to 0.

@@ -297,7 +297,7 @@ class _Watch:
 
 
 def _of(lab: Lab, places: int, ranks: int) -> set[guard.Identity]:
-    """Return the namespaces that belong to no rank, i.e. at most the lighthouse's namespace."""
+    """Return the namespaces that belong to no rank: the lighthouse's namespace, if there is one."""
     return {guard.identity(lab.seat(place).namespace) for place in range(ranks, places)}
 
 

@@ -50,7 +50,7 @@ _DENSE = ("dense", "ring-dense")
 _BOUNDED = MappingProxyType({"oktopk": 6, "budgeted": 6, "halving": 6, "gtopk": 6})
 # with these algorithms, messages hold P k entries
 _GATHERING = ("allgather", "gaussiank", "redsync", "redsync-quantized")
-# the backward pass's share of the computation: two matrix products per layer, one in the forward pass
+# the backward pass's share of computation: it has two matrix products per layer, the forward pass one
 _BACKWARD = 2 / 3
 
 

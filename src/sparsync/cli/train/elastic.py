@@ -500,7 +500,7 @@ def _be_rank(pipe: Connection, seat: Seat | None, *given: Any) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
         except (BrokenPipeError, EOFError):
             pass  # the parent no longer listens
-        except Exception as error:  # if it kept sending heartbeats, the other ranks would wait
+        except Exception as error:  # exit: the others would wait for a rank that sends heartbeats
             traceback.print_exc()
             pipe.send(f"{type(error).__name__}: {error}; its traceback is above")
     os._exit(0)  # exit without cleaning up, because torchft's servers would keep the process alive

@@ -140,7 +140,7 @@ def _link_sent() -> int:
 
 
 def _computation_seconds(settings: TrainSettings, workload: Workload, *, steps: int = 5) -> float:
-    """Return the slowest rank's median seconds for a step without exchange; all ranks compute at a time.
+    """Return the slowest rank's median seconds for a step without exchange, with all ranks computing.
 
     An additional, untimed first step warms up caches and allocators.
     """

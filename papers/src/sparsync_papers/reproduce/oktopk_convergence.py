@@ -32,7 +32,7 @@ from sparsync_papers.reproduce.one_process import (
 
 _POINTS = 25  # points of a curve
 _VGG_STEPS, _LSTM_STEPS, _BERT_STEPS = 600, 800, 300  # steps of the small models used instead
-_ENTRIES = 32  # entries per pair of ranks in the simulated step; with so few, it is simulated in seconds
+_ENTRIES = 32  # entries per pair of ranks in the simulated step; so few take only seconds
 # largest gaps that count as "very close": relative to dense's loss (the paper: 2.43 over 2.33), and in
 # accuracy
 _LOSS_GAP = 0.05

@@ -17,9 +17,10 @@ One line in a training script::
 
     sync = sparsync.attach(model, optimizer)
 
-With SGD, this exchanges gradients, as above.  With AdamW, Muon and others, it exchanges updates, the
-changes that the optimizer makes to the weights: on every second step, in two bits per element (more for
-small models).  Updates then take the place of ``gradient`` in the drawing (``docs/optimizers.md``).
+With SGD, this exchanges gradients, as above.  With AdamW, Muon and other optimizers, it exchanges
+updates, i.e. the changes that the optimizer makes to the weights.  It sends them on every second step,
+in two bits per element (more for small models).  In the drawing, updates then take the place of
+``gradient`` (``docs/optimizers.md``).
 
 Without a model, call ``comm = sparsync.connect()``, then ``sparsync.allreduce(vector, comm, k=...)``,
 ``sparsync.iallreduce`` for a future, or ``sparsync.allgather(vector, comm)``.

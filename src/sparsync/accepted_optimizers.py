@@ -26,10 +26,10 @@ __all__ = [
 
 _ALIKE: Final = "exchange='gradients' suits it, because all ranks then make the same steps"
 
-# These optimizers of the package pytorch-optimizer compute weights from sums, or from older weights, that
-# each rank keeps for itself.  So they undo exchanges: three steps after an exchange, only 0 to 73 % of
-# its change was left.  They are listed by name, because an optimizer's state does not reveal this
-# (Prodigy also keeps its first weights).
+# These optimizers of the package pytorch-optimizer compute the weights from sums, or from older weights,
+# that each rank keeps to itself.  They therefore undo exchanges: three steps after an exchange, only 0
+# to 73 % of its change was left.  They are listed by name, because an optimizer's state does not reveal
+# this behaviour (Prodigy also keeps its first weights).
 _FROM_MEMORY: Final = frozenset(
     {"A2Grad", "DAdaptAdaGrad", "DAdaptSGD", "FTRL", "MADGRAD", "Ranger", "SRMM"}
 )
@@ -38,7 +38,7 @@ _FROM_MEMORY: Final = frozenset(
 def plain_optimizers(given: Any) -> list[Optimizer]:
     """Return the optimizers that change the weights, without wrappers such as Accelerate's or SAM.
 
-    A wrapper is any object with another optimizer in one of its attributes.  Training loops call the
+    A wrapper is any object that holds an optimizer in one of its attributes.  Training loops call the
     wrapper or the inner optimizer (SAM's ``second_step``).  In both cases the inner optimizer steps
     exactly once, so ``attach`` hooks the inner one.
 
@@ -46,7 +46,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
         ConfigurationError: an object is not a ``torch.optim.Optimizer``, averages weights itself, or
             never called the constructor of ``Optimizer``.
     """
-    # a dict serves as a set that keeps the order, in which the last optimizer ends an iteration
+    # a dict serves as an ordered set; the order matters, because the last optimizer ends an iteration
     found: dict[Optimizer, None] = {}
     for one, inner in chain_of(given):
         name = type(one).__name__
@@ -74,7 +74,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
 
 
 def _held(one: Any) -> list[Optimizer]:
-    """Return the optimizers held in an object's attributes, or in lists and dictionaries there."""
+    """Return the optimizers that an object holds in attributes, directly or in lists and dictionaries."""
     values: list[Any] = []
     # Lightning's wrapper exposes its optimizer only through a property, which ``__dict__`` does not list
     for value in (*getattr(one, "__dict__", {}).values(), getattr(one, "optimizer", None)):
@@ -176,7 +176,7 @@ def _parameters(several: Sequence[Any]) -> list[Tensor]:
 
 
 def held_by(optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> str:
-    """Return a fingerprint, for comparison between ranks, of the parameters that the optimizers step.
+    """Return a fingerprint of the parameters that the optimizers step; ranks compare it.
 
     Example:
         >>> net = torch.nn.Linear(2, 2)

@@ -37,9 +37,9 @@ __all__ = [
     "settings_of",
 ]
 
-# Models with at least this many elements exchange 1 % of them. In a smaller model, delay costs more
-# steps, and fewer bytes save less time. The density therefore grows as elements ** -1.5, up to 1 at
-# 46,415 elements.
+# Models with at least this many elements exchange 1 % of them. In a smaller model, delayed entries cost
+# more training steps, and sending fewer bytes saves less time. The density therefore grows as
+# elements ** -1.5, up to 1 at 46,415 elements.
 LARGE = 1_000_000
 USUAL_DENSITY = 0.01
 
@@ -63,7 +63,7 @@ class Algorithm:
             function; None if all are.
         bits: bits per element if every element is sent in a few bits; None if selected entries or
             full-width numbers are sent.
-        output: the algorithm for the output layer, if it is another one.
+        output: the algorithm for the output layer, if it differs from this one.
         make_dense: builds the collective of dense units, once per unit; None for ``Dense``.
         prepare: measures the group before the first step and returns the algorithm for this group;
             None if there is nothing to measure.
@@ -115,7 +115,7 @@ class Algorithm:
     def bytes_of(
         self, units: Sequence[Unit], density: float, world_size: int
     ) -> tuple[float, float] | None:
-        """Return the bytes of a step by the declared costs, for dense units and for all other units.
+        """Return how many bytes a step sends for dense units and for all others, by the declared costs.
 
         Return None if a collective declares no cost.
         """
@@ -157,14 +157,14 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Preset:
-    """A row of the table: all that commands, ``auto``, contracts and docs need to know of an algorithm.
+    """A row of the presets' table: what commands, ``auto``, tests and docs need to know about a preset.
 
     If ``planned`` is set, ``auto`` and ``sparsync plan`` may choose the algorithm.  Its default options
     must then round no more than bf16 does.  Among rows with equal predictions, the first wins.
     """
 
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options
-    source: str = "sparsync"  # paper and equation of its cost
+    source: str = "sparsync"  # the paper and equation that give its cost
     planned: bool = False
     corrects: bool = False  # published with momentum correction instead of the optimizer's momentum
     passes_on: Callable[..., Collective] | None = None  # takes the ``**options`` of ``make``
@@ -248,9 +248,9 @@ def settings_of(part: object) -> str:
 def default_density(elements: int) -> float:
     """Return the default density for a model: 1 %, and more for small models.
 
-    Delay costs steps, most of all if momentum or a high learning rate acts on late entries.  Below
-    ``LARGE`` elements, ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged.  Up to 46,415
-    elements, these are all entries.
+    Delayed entries cost training steps, especially if momentum or a high learning rate acts on them.
+    Below ``LARGE`` elements, ``LARGE ** 1.5 / (100 elements ** 0.5)`` entries are exchanged.  Up to
+    46,415 elements, all entries are exchanged.
 
     Example:
         >>> [round(default_density(n), 3) for n in (5_000, 100_000, 300_000, 1_000_000, 25_000_000)]
@@ -263,8 +263,8 @@ def default_density(elements: int) -> float:
 def default_bits(elements: int) -> int:
     """Return the default bits per element for a model's updates: 2, and more for small models.
 
-    Rounding costs steps, and a small model need not save every byte.  An exchange therefore sends 8 or
-    4 bits per element if these are at most ``LARGE`` bits in all (125 kB), and otherwise 2.
+    Rounding costs training steps, and a small model has few bytes to save.  An exchange therefore sends 8
+    or 4 bits per element if this makes at most ``LARGE`` bits in all (125 kB), and otherwise 2.
 
     Example:
         >>> [default_bits(n) for n in (5_000, 125_000, 150_000, 300_000, 25_000_000)]

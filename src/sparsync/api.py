@@ -48,7 +48,7 @@ def connect(
 ) -> Communicator:
     """Return this process's communicator: torch.distributed's default group, or a world of one.
 
-    Several ranks of torchrun, mpiexec or srun first call ``init_process_group()`` from
+    Ranks that torchrun, mpiexec or srun has started first call ``init_process_group()`` from
     ``sparsync.transports.launchers``.  With transport "mpi" and without ``torch.distributed``, the ranks
     are those started by ``mpiexec``.
 
@@ -220,7 +220,7 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
 
 
 def _alone() -> Communicator:
-    """Return a world of one.
+    """Return the communicator of a process that has no peers.
 
     Raises:
         ConfigurationError: a launcher started several ranks, each of which would be alone.
@@ -292,7 +292,7 @@ class _Background:
 
 # this is not a method, because a method's coroutine would keep the engine alive
 async def _attempt(program: _Program[T], channel: Communicator) -> T | Failure:
-    """Run a call; an error ends all calls in flight, unless ranks only disagree about this one."""
+    """Run a call; an error ends all calls in flight, unless ranks merely disagree about this call."""
     try:
         with channel.exchange():
             return await program(channel)
@@ -426,7 +426,7 @@ def _operation(algorithm: str | Algorithm | None, op: str | Reduction | None) ->
 def _filled_in(
     algorithm: str | Algorithm, k: int | None, operation: Reduction, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add the options that follow from the call: the operation, and no cap if there is no k."""
+    """Add the options that the call implies: its operation, and no cap if there is no k."""
     known = preset(algorithm).options if isinstance(algorithm, str) else {}
     filled = {"cap": None, **options} if k is None and "cap" in known else dict(options)
     if operation is not SUM and isinstance(algorithm, str):
@@ -441,7 +441,7 @@ def _filled_in(
 
 
 def _check_absent(given: SparseVector, neutral: int | float, of: str) -> None:
-    """Refuse the total of another operation, whose absent elements would take another value here."""
+    """Refuse the total of a different operation, because its absent elements would change their value."""
     require(
         given.absent in (0, neutral),  # 0 unless the vector is the total of a reduction
         f"the elements that the vector does not store are {given.absent}, but those {of} are {neutral}; "
@@ -460,5 +460,5 @@ def _select(
         return given.keep(~says_nothing) if bool(says_nothing.any()) else given
     if k is None:
         return given if whole else SparseVector.from_dense(given.values, neutral)
-    # at step 0 every period begins, so the selection is exact
+    # every period begins at step 0, so the selection is exact
     return selector.select(given.values, k, step=0)

@@ -33,7 +33,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Adaptive optimizers that have no ``betas``; ``check_optimizer`` recognises all others by theirs.
+# Adaptive optimizers without ``betas``; ``check_optimizer`` recognises the others by their ``betas``.
 _ADAPTIVE = tuple(
     getattr(torch.optim, name)
     for name in ("Adafactor", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -129,17 +129,17 @@ def attach(
             updates cannot be averaged (``docs/optimizers.md``).  A later step raises it if the module
             runs inside DDP, or if an optimizer unknown to ``attach`` steps parameters whose updates are
             exchanged.
-        PeerError: ranks were given different arguments or models, or a rank is gone.
-        DeadlineError: a rank does not attach; the error names it.
+        PeerError: ranks were given different arguments or models, or a rank has died.
+        DeadlineError: a rank did not attach in time; the error names it.
 
     With ``SPARSYNC_DISABLE=1`` in the environment of all ranks, nothing is attached: DDP exchanges whole
-    gradients, rank 0 says so, and the handle's methods do nothing (``docs/lab.md``).
+    gradients, rank 0 reports this, and the handle's methods do nothing (``docs/lab.md``).
 
-    With only one replica, nothing is selected or rounded, because there is nobody to send to;
-    ``attach`` says so.
+    With only one replica, nothing is selected or rounded, because nothing is sent; ``attach`` reports
+    this.
 
     Cost: one thread, one gloo process group, and zmq's sockets.  Memory for gradients: n elements for the
-    residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); a dense step takes 2 n more.
+    residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); a dense step needs 2 n more.
     Memory for updates: 2 n elements, for the shared weights and the residual, and the messages of an
     exchange, 0.2 n at the default's 2 bits.  ``OuterStep`` says which settings take more;
     ``benchmarks/memory_gpt.md`` has measurements.
@@ -197,7 +197,7 @@ def attach(
             world is None,
             "Transport(world=...) is for models without DDP, which knows its own ranks; omit it",
         )
-        if elastic is None:  # which refuses DDP
+        if elastic is None:  # with ``elastic``, DDP will be refused
             carried = replace(carried, world=model.process_group)
     chosen, why = _chosen(exchange, algorithm, optimizers, correction, density, given)
     if disabled():
@@ -312,8 +312,8 @@ def _named(algorithm: str) -> str:
     from sparsync.tables import unknown
     from sparsync.updates import OUTER_SETTINGS
 
-    # outer-step methods come first, because the tables import every paper's module when they are
-    # asked for a name that they do not know
+    # outer-step methods are looked up first, because the tables import every paper's module to look up
+    # a name that the core does not have
     if algorithm in OUTER_SETTINGS:
         return algorithm
     if algorithm in PRESETS:

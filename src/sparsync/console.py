@@ -1,6 +1,6 @@
 """Tell the user on standard error about choices and waits.
 
-A message must never end a job, even if standard error is closed (``2>&-``) or its reader is gone.
+A message must never end a job, even if standard error is closed (``2>&-``) or its reader has exited.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from sparsync.updates import OuterStep
 __all__ = ["Choice", "by_seconds", "measured_choice"]
 
 # Updates must take less than this fraction of the dense exchange's seconds, because predictions may be
-# off by 10 %. In doubt, dense gradients are better, because they leave every training step unchanged.
+# off by 10 %. When in doubt, dense gradients are better: they leave every training step unchanged.
 _CLEARLY = 0.9
 _UNKNOWN = (
     "the number of steps to a given loss differs between the two and is not known here (sparsync "
@@ -44,8 +44,8 @@ def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -
     """Choose the exchange with fewer seconds per step; updates must save at least 10 %.
 
     The duration of a backward pass is unknown before the first step, so the dense exchange is assumed not
-    to overlap with it.  The choice depends only on the arguments, so ranks with the same ``machine``
-    choose alike.
+    to overlap with it.  The choice depends only on the arguments, so ranks with the same ``machine`` make
+    the same choice.
 
     Args:
         outer: the settings for exchanging updates; all elements are assumed to be sent.
@@ -84,11 +84,11 @@ def by_seconds(outer: OuterStep, size: int, world_size: int, machine: Machine) -
 def measured_choice(
     model: DistributedDataParallel, outer: OuterStep, transport: Transport
 ) -> Choice:
-    """Measure the group for a few seconds, then choose; all ranks call this.
+    """Measure the group for a few seconds, then choose; all ranks must call this.
 
     Raises:
-        ConfigurationError: the model is not DDP or cannot be attached, or the links are too slow to
-            measure.
+        ConfigurationError: the model is not a DDP module or cannot be attached, or the links are too slow
+            to measure.
         PeerError: ranks were given different arguments.
     """
     check_ddp(model)

@@ -42,15 +42,15 @@ __all__ = [
 
 
 class SparsyncError(Exception):
-    """Base of every error raised on purpose by sparsync."""
+    """Base class of all errors that sparsync raises on purpose."""
 
 
 class ConfigurationError(SparsyncError, ValueError):
-    """An argument that cannot work; the message says what was given, what was expected, what to do."""
+    """An argument cannot work; the message says what was given, what was expected, and what to do."""
 
 
 class CheckpointError(SparsyncError, OSError):
-    """A checkpoint that could not be written, or is incomplete; earlier ones are untouched."""
+    """A checkpoint could not be written, or is incomplete; earlier checkpoints are untouched."""
 
 
 class NoCheckpointError(CheckpointError):
@@ -58,7 +58,7 @@ class NoCheckpointError(CheckpointError):
 
 
 class WireFormatError(SparsyncError, ValueError):
-    """Bytes that are not a valid message: truncated, corrupted, or of another version."""
+    """Bytes are not a valid message: they are truncated, corrupted, or from a different version."""
 
 
 class NonFiniteGradientError(SparsyncError, ArithmeticError):
@@ -74,7 +74,7 @@ class PeerError(CommunicationError):
 
 
 class DisagreementError(PeerError):
-    """Ranks disagree, or replicas differ: all of them raise this, with no message under way."""
+    """Ranks disagree, or replicas differ; all ranks raise this error, and no message is in flight."""
 
 
 class DeadlineError(CommunicationError, TimeoutError):
@@ -93,8 +93,8 @@ _REFUSED: Final = "WeightsUnpickler error:"  # precedes the reason in torch's me
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the part that gives the reason."""
     text = str(error)
-    # torch's unpickling error fills a page and advises to trust the file; only one sentence gives the
-    # reason
+    # torch's unpickling error fills a page and advises the user to trust the file; only one sentence
+    # gives the reason
     if isinstance(error, pickle.UnpicklingError):
         text = _COLOUR.sub("", text).rpartition(_REFUSED)[2].strip().split(". ")[0]
     lines = (text.strip() or type(error).__name__).splitlines()
@@ -111,7 +111,7 @@ def require(fits: bool, message: str) -> None:
 
 
 def check_numbers(owner: str, types: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Check that arguments annotated as numbers are numbers; the owner checks their ranges.
+    """Check that arguments annotated as numbers are numbers; the caller checks their ranges.
 
     Args:
         owner: the name of the function or class, for the message.

@@ -66,7 +66,7 @@ class Guard:
         sync = self.sync()
         if sync is None or any(optimizer is one for one in sync.optimizers):
             return
-        # parameters are found by identity, because ``in`` on a list of tensors would compare elements
+        # parameters are compared by identity, because ``in`` on a list of tensors compares elements
         names = {id(parameter): name for name, parameter in sync.trained.items()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         # an optimizer may also wrap one of the handle's optimizers, or be wrapped by one
@@ -85,9 +85,9 @@ class Guard:
 def refuse_inside_backward(sync: object) -> Callable[[], None]:
     """Refuse steps inside ``backward()`` until the returned function is called, or ``sync`` is freed.
 
-    For instance, a hook on each parameter may step that parameter's own optimizer.  But inside
-    ``backward()``, gradients are not exchanged yet, and an exchange of updates would write weights that
-    the backward pass still reads.
+    Such steps come, for instance, from a hook on each parameter that steps the parameter's own optimizer.
+    Inside ``backward()``, gradients are not exchanged yet, and an exchange of updates would write weights
+    that the backward pass still reads.
 
     Cost: none outside of backward passes.
     """
@@ -96,7 +96,7 @@ def refuse_inside_backward(sync: object) -> Callable[[], None]:
 
 @contextmanager
 def repeating() -> Iterator[None]:
-    """Allow steps inside ``backward()``, where a joining rank repeats the steps of the others."""
+    """Allow steps inside ``backward()`` in this context; a joining rank repeats missed steps there."""
     token = _REPEATS.set(True)
     try:
         yield
@@ -126,7 +126,7 @@ def _on_all_optimizers(hook: Callable[..., None], sync: object) -> Callable[[], 
     Return a function that removes the hook earlier.
     """
     handle = hooks.register_optimizer_step_pre_hook(hook)
-    # torch would keep a global hook forever; but at the end of the process, nothing need be removed
+    # torch would keep a global hook forever; at the end of the process, nothing needs to be removed
     weakref.finalize(sync, handle.remove).atexit = False
     return handle.remove
 
@@ -171,8 +171,8 @@ def check_unattached(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         if model._comm_hooks and CommHook.closed_of(model) is None:
             return  # ``check_ddp`` will refuse the hook
-        # Two DDP models may share parameters whose gradients are exchanged, if their passes take turns.
-        # But updates would be exchanged twice.
+        # Two DDP models may share parameters if gradients are exchanged and their backward passes take
+        # turns.  Updates would be exchanged twice.
         ignored, ddp, model = set(model.parameters_to_ignore), True, model.module
     exchanged = exchanged_updates()
     for name, parameter in model.named_parameters():

@@ -59,7 +59,7 @@ STATE_KINDS: Final[Mapping[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Values:
-    """A dense tensor of this shape and dtype, without NaN and Inf unless ``finite`` is False.
+    """A dense tensor of this shape and dtype, without NaN or Inf unless ``finite`` is False.
 
     With ``sparse``, the tensor may also be a sparse one (COO).
     """
@@ -94,7 +94,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Exactly:
-    """Exactly this value, taken from the current run."""
+    """A value equal to this one, which comes from the current run."""
 
     value: Any
 
@@ -119,7 +119,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Each:
-    """A list or tuple whose items match these kinds one by one."""
+    """A list or tuple with one item for each of these kinds; each item must match its kind."""
 
     kinds: tuple[Kind, ...]
 
@@ -165,21 +165,21 @@ class Plain:
 Kind: TypeAlias = (
     Values | Number | Exactly | Fields | Each | Either | Common | Plain | type[Any] | UnionType
 )
-"""One of the above, or a type as in annotations, e.g. ``Sequence[int]``."""
+"""One of the classes above, or a type as annotations write it, e.g. ``Sequence[int]``."""
 
 
 def check_saved(value: Any, kind: Kind, name: str, cure: str) -> None:
-    """Raise unless a saved value matches a kind; nothing is changed, and no other rank is asked.
+    """Refuse a saved value that does not match a kind; nothing is changed, and nothing is sent.
 
     Args:
         value: an untrusted value of any type.
         kind: the expected kind.
         name: name of the value in the message.
-        cure: the end of the message.
+        cure: the end of the message, which says what to do.
 
     Raises:
         ConfigurationError: the value does not match; the message names the first field that is
-            missing, unknown, or of another kind.
+            missing, unknown, or of the wrong kind.
 
     Cost: a pass over all tensors.
 
@@ -279,7 +279,10 @@ def _is_plain(value: Any, finite: bool = True) -> bool:
 
 
 def same(value: Any, expected: Any) -> bool:
-    """Compare plain values; True is not 1, but a tuple equals a list, because files store it as one."""
+    """Return whether two plain values are equal.
+
+    True differs from 1, but a tuple equals a list, because files store tuples as lists.
+    """
     if _is_list(expected):
         return _is_list(value) and len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(expected, Mapping):
@@ -317,11 +320,11 @@ def sealed(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def opened(state: Any, kind: str, content: Kind = Mapping) -> dict[str, Any]:
-    """Return the content of a saved state; refuse one of another kind or version.
+    """Return the content of a saved state; refuse a state of a different kind or version.
 
     Args:
-        state: an untrusted state of any type.  In a checkpoint's file, the envelope has further entries
-            under "beside".
+        state: an untrusted state of any type.  In a checkpoint file, the envelope contains further
+            entries under "beside".
         kind: one of ``STATE_KINDS``.
         content: the kind that the content must match.
 
@@ -341,8 +344,8 @@ it belongs in an averager; give a state of a handle that exchanges updates
     other = next((its for name, its in STATE_KINDS.items() if same(given, name)), None)
     cure = f"load a state of {STATE_KINDS[kind]}"
     elsewhere = f"it belongs in {other}; give a state of {STATE_KINDS[kind]}"
-    # Kind and version are checked first, because a state of another kind or version may have other
-    # fields.  The error must then name the kind or the version, not the first of these fields.
+    # Kind and version are checked first.  A state of a different kind or version may have different
+    # fields, and the error must then name the kind or the version, not the first field that differs.
     envelope: dict[str, Kind] = {"kind": Exactly(kind)}
     check_saved(state, Fields(envelope, more=object), "state", elsewhere if other else cure)
     envelope["version"] = Number(STATE_VERSION, STATE_VERSION, whole=True)
@@ -363,7 +366,7 @@ def common_facts(
 ) -> dict[str, str]:
     """Return a text for every key of a state that holds ``Common`` values.
 
-    All ranks return the same number of texts.  Two texts are equal if the values are equal.
+    All ranks return the same number of texts.  Texts are equal if the values are equal.
     """
     found: dict[str, str] = {}
     for key, inner in {**kind.required, **kind.optional}.items():

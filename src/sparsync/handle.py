@@ -53,7 +53,7 @@ class Presence:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return the numbers that ``Handle.stats`` adds."""
+        """Return the numbers that ``Handle.stats`` adds to the handle's own."""
         return {}
 
 
@@ -61,7 +61,7 @@ class Handle(ABC):
     """Owns the state, the thread and the process groups of one attached model.
 
     ``GradientSync`` and ``UpdateSync`` are the two kinds; each decides what is exchanged, and when.  All
-    other differences between handles lie in the objects that the handle is given.
+    other differences between handles come from the objects that are passed to the constructor.
 
     The model keeps its handle alive, and the handle ends with the model, so nothing has to be closed.  As
     a context manager, the handle closes itself.  When the process exits, the handle is closed while the
@@ -109,9 +109,9 @@ class Handle(ABC):
 
     @property
     def communicators(self) -> list[Communicator]:
-        """The communicators to other replicas and to the other parts of this one, when they are idle.
+        """The communicator to other replicas, and the one to the ranks with other parts of this replica.
 
-        Exchanges in flight are finished first.
+        Exchanges in flight are finished first, so that both communicators are idle.
         """
         if self._engine.running:
             # the engine runs this callable after all exchanges in flight
@@ -120,13 +120,13 @@ class Handle(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether this handle was closed: it exchanges nothing more, but keeps its state."""
+        """Whether this handle is closed; a closed handle exchanges nothing, but keeps its state."""
         return not self._engine.running
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """The number of finished local steps; a rank that joins takes this number from its peers."""
+        """The number of finished local steps; a joining rank takes over the number of its peers."""
 
     # ---- training ----------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Handle(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Make replicas equal."""
+        """Make all replicas equal."""
 
     # ---- ranks that join and leave, with ``elastic=`` ----------------------------------------------
 
@@ -178,7 +178,7 @@ class Handle(ABC):
     def leave(self) -> None:
         """Leave after the next two exchanges; the first of them hands this rank's residual to others.
 
-        SIGTERM calls this, and ends the process once this rank has ``left``.
+        A SIGTERM has the same effect, and also ends the process once this rank has ``left``.
 
         Raises:
             ConfigurationError: there is no ``elastic=``.
@@ -192,7 +192,7 @@ class Handle(ABC):
         """Return plain numbers: local steps, exchanges, bytes per exchange and phase, residual norms."""
 
     def _numbers(self, before: tuple[int, Traffic] | None) -> dict[str, Any]:
-        """Return the numbers common to both kinds; ``before`` holds steps and bytes not to count."""
+        """Return the numbers of both kinds of handles, without the steps and bytes in ``before``."""
         stats = reducer_stats(self.reducer, self.steps, before)
         chosen = {"choices": [self.decided]} if self.decided else {}
         return {**stats, **chosen, **self.membership.stats()}
@@ -203,11 +203,11 @@ class Handle(ABC):
 
     @abstractmethod
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check that a saved state fits, on this rank alone and without changing anything."""
+        """Check on this rank alone that a saved state fits; nothing is changed."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where this rank's ``state_dict`` was taken, bit for bit; all ranks call it."""
+        """Resume, bit for bit, from a state that this rank has saved; all ranks must call this."""
 
     # ---- the end -----------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Handle(ABC):
         rank, or new ones.
 
         Calling this is optional: the end of the process and the end of the model both close the handle.
-        In a forked child, such as a worker of a DataLoader, this does nothing.
+        In a forked child, such as a DataLoader worker, this does nothing.
         """
         if not self.closed:
             self._before_close()
@@ -263,8 +263,8 @@ def make_engine(
 
 def _end(pid: int, engine: Engine, comm: Communicator, groups: Groups | ExitStack) -> None:
     """End the thread, then close the communicator and the groups that it used."""
-    # In a forked child, as a worker of a DataLoader, this runs on copies. The child has none of the
-    # threads behind the groups, so destroying one would end the child with a segmentation fault.
+    # In a forked child, such as a DataLoader worker, this runs on copies. The child has none of the
+    # threads behind the groups, so destroying a group would end the child with a segmentation fault.
     if os.getpid() != pid:
         return
     engine.end()
@@ -350,7 +350,7 @@ class CommHook:
         if hook is None:
             hook = CommHook(model)
             model.register_comm_hook(hook, _on_bucket)
-        # replace a ``_Closed`` list by a plain one, so that copying the model is an error from now on
+        # replace a ``_Closed`` list with a plain one, so that copying the model is an error from now on
         model._comm_hooks = list(model._comm_hooks)
         hook.sync, hook.on_bucket = sync, on_bucket
         return hook
@@ -363,7 +363,7 @@ class CommHook:
 
     @staticmethod
     def closed_of(model: Any) -> CommHook | None:
-        """Return the hook that a closed handle has left, to be used again, or None."""
+        """Return the hook that a closed handle has left on the model, for reuse, or None."""
         hooks = [state for _, state in model._comm_hooks]
         free = hooks and isinstance(hooks[0], CommHook) and hooks[0].sync is None
         return hooks[0] if free else None

@@ -257,7 +257,7 @@ class XiProbe:
         seed: seed of the samples; must be equal on all ranks.
 
     Cost: an allreduce of ``2 n / every + 1`` words during the exchange, every ``period`` steps.  The
-    relative error of the estimate is about ``(every / k) ** 0.5``.   State: none beyond a step.
+    relative error of the estimate is about ``(every / k) ** 0.5``.   State: none that outlasts a step.
 
     References: Li & Hoefler, Ok-Topk, PPoPP 2022, section 4, Assumption 1 and Figure 5.
     """
@@ -301,7 +301,7 @@ class XiProbe:
         self._gradients[unit][low:high] = gradient[here]
 
     async def share(self, step: int, comm: Communicator, accumulated: Sequence[Tensor]) -> None:
-        """Sum over ranks the samples of accumulated vectors and gradients, and the squared norms."""
+        """Sum the samples of accumulated vectors and gradients, and the squared norms, over ranks."""
         if not self.due(step):
             return
         self._ranks = comm.world_size
@@ -372,5 +372,5 @@ def _signal_to_noise(square_of_sum: float, sum_of_squares: float, ranks: int) ->
         inf
     """
     mean, each = square_of_sum / ranks**2, sum_of_squares / ranks
-    noise = (each - mean) / (ranks - 1) if ranks > 1 else 0.0  # of the mean
+    noise = (each - mean) / (ranks - 1) if ranks > 1 else 0.0  # Var g / P, the noise in the mean
     return max(mean - noise, 0.0) / noise if noise > 0 else math.inf

@@ -16,7 +16,7 @@ __all__ = ["fold", "naming_options", "no_option", "parameters_of", "suggestion",
 
 C = TypeVar("C")
 
-# Separators that do not count: hyphens, as typed or as printed in papers; underscores; spaces; and the
+# Separators that are ignored: hyphens, as typed or as printed in papers; underscores; spaces; and the
 # commas in codec names.
 _BETWEEN: Final = re.compile(r"[-_,\s\u2010-\u2015]+")
 

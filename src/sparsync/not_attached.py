@@ -46,7 +46,8 @@ def leave_dense(
     ``elsewhere`` names an argument that asks for an exchange outside DDP, or is empty.
 
     Raises:
-        ConfigurationError: the model is not a DDP module, or an argument asks for another exchange.
+        ConfigurationError: the model is not a DDP module, or an argument asks for an exchange outside
+            DDP.
         PeerError: not all ranks have disabled sparsync.
     """
     if elsewhere or not isinstance(model, DistributedDataParallel):
@@ -111,7 +112,7 @@ class _LeftToDdp(Source):
 
     @property
     def exchange(self) -> str:
-        """The kind of exchange, "none"; bytes in ``stats`` come from agreements and checkpoints."""
+        """The kind of exchange, "none"; ``stats`` counts only the bytes of agreements and checkpoints."""
         return "none"
 
     def contribute(self) -> None:

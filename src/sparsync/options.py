@@ -65,13 +65,13 @@ class Compression:
 
     Attributes:
         unit_bytes: select over units, groups of consecutive parameters of at least this many bytes.
-            None selects over the groups of the algorithm's paper: usually the whole model, with
-            "sparcml" each parameter.  If there are several units, each is exchanged during the backward
-            pass, with its share of the global k.
+            None selects over the groups that the algorithm's paper uses: usually the whole model, but
+            with "sparcml" each parameter.  If there are several units, each is exchanged during the
+            backward pass, with its share of the global k.
         compress: ``compress(name, parameter)`` returns whether a parameter is exchanged sparsely; the
-            others are exchanged dense.  None means the algorithm's own rule: usually all parameters,
-            with "redsync" those large enough to gain.  If ``density`` is not given and the model is
-            small enough to be exchanged whole, every parameter is dense.
+            others are exchanged dense.  None means the algorithm's own rule: usually all parameters, but
+            with "redsync" only parameters that are large enough to gain.  If ``density`` is not given
+            and the model is small enough to be exchanged whole, every parameter is dense.
         output_layer: names of the parameters of the output layer, which some algorithms treat
             separately.  None means the parameters of the module that was registered last.
         warmup_steps: the number of initial steps that are dense, or use ``warmup_densities``.  If
@@ -272,7 +272,7 @@ class Options:
     def tell_of_bytes(
         self, units: Sequence[Unit], world_size: int, tell: Callable[[str], object]
     ) -> None:
-        """Tell the user if a step sends more than dense would, or mostly layers that stay dense."""
+        """Tell the user if a step sends more bytes than a dense step would, or mostly dense layers."""
         density, name = self.density, self.algorithm.name
         # say nothing at density 1, which asks for dense training, nor if the algorithm selects nothing
         # and so ignores the density
@@ -308,7 +308,7 @@ class Options:
         )
 
     def _tell_of_one(self, units: Sequence[Unit]) -> None:
-        """Tell the user that the algorithm takes no part; say nothing if the exchange is dense anyway."""
+        """Tell the user that the algorithm is not used, unless the exchange would be dense anyway."""
         exact = self.algorithm.result == "whole" and self.algorithm.bits is None
         if not exact and not all(unit.dense for unit in units):
             self.tell(
@@ -370,7 +370,7 @@ class Options:
             PeerError: ranks ask for different transports, or run different versions.
         """
         carried = self.transport
-        # Versions are compared first, because another version might go on to compare other facts.
+        # Versions are compared first, because a different version might compare different facts next.
         # They are compared over gloo, which works on all ranks, whichever transport each one asks for.
         wanted = {
             "the version of sparsync": _version(),
@@ -392,14 +392,15 @@ class Options:
     ) -> Reducer:
         """Connect the ranks of a dedicated group, check that they agree, and build their reducer.
 
-        ``consensus`` asks the ranks that hold the other parts of this replica.  With ``on_host``,
-        residuals live in host memory.  ``agreed`` holds further settings that must be equal on all ranks.
+        ``consensus`` makes decisions together with the ranks that hold the other parts of this replica.
+        With ``on_host``, residuals live in host memory.  ``agreed`` holds further settings that must be
+        equal on all ranks.
         """
         assert self.density is not None, "for_size comes first"
         watched, comm = self.monitoring, self.connect(group)
         warmup = self.compression.warmup()
         if comm.world_size == 1:
-            warmup = Warmup(sys.maxsize)  # all steps are dense: nobody would receive a selection
+            warmup = Warmup(sys.maxsize)  # all steps are dense: no rank would receive a selection
             self._tell_of_one(units)
         try:
             reducer = Reducer(

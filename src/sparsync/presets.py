@@ -124,8 +124,9 @@ def auto(
         candidates: names of presets; None for all rows that are ``planned``.
         check_period: steps between comparisons of measured and predicted seconds; None for no
             comparisons, which keeps runs exactly repeatable.
-        gain: fraction of the measured time that another collective must be predicted to save.
-        patience: number of consecutive comparisons that must favour that collective before it is tried.
+        gain: a different collective is tried only if it is predicted to save at least this fraction of
+            the measured time.
+        patience: number of consecutive comparisons that must favour this collective before it is tried.
     """
     from sparsync.cost.auto import Auto  # imported here: only this preset needs the planner
     from sparsync.cost.calibrate import calibrate

@@ -180,7 +180,7 @@ def fold(vectors: Iterable[Vector], operation: Reduction = SUM, limit: int | Non
     if operation is SUM and few and len(sparse) == len(vectors):
         return SparseVector.merge(sparse)
     whole = functools.reduce(lambda a, b: combine(a, b, operation, limit), vectors)
-    return neutral_absent(whole, operation)  # also if there is only one vector
+    return neutral_absent(whole, operation)  # ``combine`` has not seen a single vector
 
 
 def densify(vector: Vector, operation: Reduction = SUM) -> DenseVector:
@@ -205,7 +205,7 @@ def neutral_absent(vector: V, operation: Reduction) -> V:
 
 
 def entries_of(vector: Vector, operation: Reduction = SUM) -> int:
-    """Count the entries of a vector's sparse form; of a dense vector, the elements that are not neutral.
+    """Return the number of entries in a vector's sparse form, which omits neutral elements.
 
     Example:
         >>> entries_of(DenseVector(torch.tensor([0.0, 2.0])))

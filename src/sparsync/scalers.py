@@ -65,7 +65,7 @@ def follow_scalers() -> None:
 
 
 def _check_given(scaler: Any, optimizer: Any) -> None:
-    """Refuse a scaler of exchanged gradients that their handle does not know.
+    """Refuse a scaler unknown to the handle that exchanges the scaled gradients.
 
     The residual is a sum of scaled gradients.  If the scale changed without the handle's knowledge, the
     residual would count twice as much as new gradients, or half as much.

@@ -120,7 +120,7 @@ class SparseVector:
         ]
 
     def embed(self, start: int, size: int) -> SparseVector:
-        """Place this region at offset ``start`` of a vector of ``size`` elements."""
+        """Return a vector of ``size`` elements with this region at offset ``start``, and nothing else."""
         indices = self.indices + start if start else self.indices
         return SparseVector(indices, self.values, size, self.absent)
 
@@ -163,7 +163,7 @@ class SparseVector:
     def to_scipy(self) -> Any:
         """Return a ``scipy.sparse.coo_array`` of one row, `[1, size]`.
 
-        Unless ``absent`` is 0, all elements are stored, because to SciPy an element that is not is 0.
+        Unless ``absent`` is 0, all elements are stored, because SciPy takes all others to be 0.
 
         Raises:
             ConfigurationError: SciPy is not installed, or lacks the dtype of the values.
@@ -173,7 +173,7 @@ class SparseVector:
     def to_torch(self) -> Tensor:
         """Return a coalesced ``torch.sparse_coo_tensor``, `[size]`.
 
-        Unless ``absent`` is 0, all elements are stored, because to PyTorch an element that is not is 0.
+        Unless ``absent`` is 0, all elements are stored, because PyTorch takes all others to be 0.
         """
         vector = self._with_zeros_absent()
         # the tensor may be declared coalesced, because indices ascend and are unique
@@ -298,13 +298,13 @@ class DenseVector:
         return (self.run(start, stop),)
 
     def subtract_from_(self, dense: Tensor, start: int = 0, plus: Tensor | None = None) -> None:
-        """Compute ``dense = dense + plus - self`` in place; ``dense`` may be a run from ``start``."""
+        """Add ``plus - self`` to ``dense`` in place; ``dense`` may be only the run from ``start``."""
         if plus is not None:
             dense += plus
         dense -= self.run(start, start + dense.numel())
 
     def write_to_(self, dense: Tensor, start: int = 0) -> None:
-        """Write ``dense = self``, in the dtype of ``dense``, which may be a run from ``start``."""
+        """Copy elements from ``start`` into ``dense``, as many as it has, converted to its dtype."""
         dense.copy_(self.run(start, start + dense.numel()))
 
     def divide_(self, divisor: int) -> None:

@@ -142,7 +142,7 @@ def parse_parts(owner: Stateful, parts: Sequence[Stateful], saved: object) -> tu
 
 
 def packed(value: object) -> bytearray:
-    """Return a value as bytes, for ``unpacked``."""
+    """Serialise a value; ``unpacked`` is the inverse."""
     written = io.BytesIO()
     torch.save(value, written)
     return bytearray(written.getvalue())
@@ -152,7 +152,7 @@ def load_plainly(file: Any, **options: Any) -> Any:
     """Call ``torch.load`` for plain values and tensors, without its warning about sparse tensors.
 
     torch (2.14) checks the indices of sparse tensors, and warns that this takes time.  The check is
-    wanted, because anybody may have written the file.
+    wanted, because the file is not trusted.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)

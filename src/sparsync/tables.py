@@ -1,6 +1,6 @@
 """Tables by name: algorithms, schemes, codecs and selectors, each declared in its own package.
 
-A name is found in any spelling, and also under the names used in papers (``ALIASES``).
+Names are accepted in any spelling, and so are the names used in papers (``ALIASES``).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Table(Mapping[str, V], Generic[V]):
         wanted: the kind of object that an entry point should name, for the error message.
 
     Raises:
-        ConfigurationError: an entry point names another kind of object, or two packages declare the same
-            name.
+        ConfigurationError: an entry point names an object that is not a row, or two packages declare the
+            same name.
         KeyError: there is no row of that name.
     """
 

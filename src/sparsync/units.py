@@ -1,8 +1,8 @@
 """Units: the fixed runs of parameters that are selected and exchanged together.
 
-Units follow registration order, not DDP's buckets.  DDP rebuilds its buckets after the first step, and
-the elements of a residual per bucket would then belong to other parameters.  In most papers, there is one
-unit for the whole model.
+Units follow registration order, not DDP's buckets.  DDP rebuilds its buckets after the first step, so
+the elements of a per-bucket residual would then belong to the wrong parameters.  In most papers, the
+whole model is one unit.
 """
 
 from __future__ import annotations
@@ -183,12 +183,12 @@ def local_of(tensor: Tensor) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether this rank's part of a tensor has no NaN or Inf; sparse tensors are allowed."""
     part = local_of(tensor)
-    # values of duplicate indices are looked at one by one; their sum is assumed to be finite as well
+    # values with the same index are checked one by one; their sum is assumed to be finite as well
     return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 
 def writable(tensor: Tensor) -> bool:
-    """Return whether every element has memory of its own: not in a sparse or an expanded tensor.
+    """Return whether each element of a tensor has its own memory; False if sparse or expanded.
 
     Example:
         >>> [writable(one) for one in (torch.eye(2), torch.eye(2).to_sparse(), torch.ones(1).expand(2))]
@@ -213,7 +213,7 @@ def unflatten(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def replicated_tensors(model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
     """Return the tensors that replicas share: parameters and the statistics of ``SyncBatchNorm``.
 
-    Tensors named in ``ignored`` are private to each rank, and left out, as sparse constants are.
+    Tensors named in ``ignored`` are private to each rank and left out; so are sparse constants.
     """
     synchronised = {
         f"{name}.{buffer}" if name else buffer: tensor

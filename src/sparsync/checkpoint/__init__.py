@@ -7,8 +7,9 @@
                                 shared.pt                   model, optimizer, ...: from rank 0
            000008-step-00000400/...
 
-A file appears under its name only once it is completely on disk, and a folder is a checkpoint only if the
-files of all ranks are there.  So a crash or a full disk at any moment leaves the last checkpoint intact.
+A file appears under its name only once it is completely on disk, and a folder is a checkpoint only if it
+contains the files of all ranks.  A crash or a full disk at any moment therefore leaves the last
+checkpoint intact.
 """
 
 from sparsync.checkpoint.reshard import reshard

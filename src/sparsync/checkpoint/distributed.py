@@ -55,7 +55,7 @@ class DistributedState:
         state["sync"].read(path)                 # any number of ranks, any shards: left out of dcp.load
 
     Args:
-        sync: the handle; do not pass it to DCP directly, because all ranks' states have the same keys.
+        sync: the handle; do not pass it to DCP directly, because its keys are the same on all ranks.
 
     If the handle exchanges updates, its state includes every rank's weights and moments (``sync.holds``),
     so leave the optimizer out.  DCP reads its own metadata with pickle, which can run code: load only
@@ -78,7 +78,7 @@ class DistributedState:
         return {seat_of(self._sync).text: {**named, _REST: bytes(packed(told))}}
 
     def _fill(self, state: dict[str, Any]) -> None:
-        """Add the zeros that a reducer's state omits before its first step; DCP needs all tensors."""
+        """Add zeros that a reducer's state omits before its first step, because DCP needs all tensors."""
         for what in ("residual", "velocity") if state["momentum"] else ("residual",):
             for unit in self._sync.reducer.units:
                 wide = torch.promote_types(unit.dtype, torch.float32)
@@ -98,10 +98,10 @@ class DistributedState:
     def read(self, source: str | os.PathLike[str] | StorageReader) -> None:
         """Resume from a checkpoint that any number of ranks saved, with any shards; this is collective.
 
-        Residuals are placed as by ``sparsync.reshard``.
+        Residuals are distributed as ``sparsync.reshard`` does.
 
         Args:
-            source: the ``checkpoint_id`` under which it was saved, or a reader for it.
+            source: the ``checkpoint_id`` under which the checkpoint was saved, or a reader for it.
 
         Raises:
             ConfigurationError, CheckpointError: see ``sparsync.load``; nothing was changed.
@@ -153,7 +153,7 @@ class _Saved:
     def _load(self, key: str, target: object) -> Any:
         items = {key: target}
         with warnings.catch_warnings():
-            # DCP warns about no_dist, but it is intended: ranks read different keys independently
+            # DCP warns about no_dist, which is intended here: ranks read different keys independently
             warnings.simplefilter("ignore", UserWarning)
             load(items, storage_reader=self._reader, no_dist=True)
         return items[key]

@@ -77,14 +77,14 @@ class Seat(NamedTuple):
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Write with ``torch.save``, atomically: the file is complete, or stays as it was before.
+    """Write a file with ``torch.save``, atomically: it becomes complete, or stays unchanged.
 
     The file is read back before it gets its name, so content that ``read_file`` would refuse is not
     kept.
 
     Raises:
         CheckpointError: writing failed; the message names the file and the reason, or the value
-            that could not be read back.  No partial file is left behind.
+            that could not be read back.  No partial file remains.
     """
     # Write, flush, rename, flush the folder, in this order: a rename within a file system is atomic, and
     # only flushed data and names survive a power failure.
@@ -101,7 +101,7 @@ def write_file(path: Path, content: Any) -> None:
     except Exception as error:  # an object may raise anything when it is pickled
         remove_file(temporary)
         refused = _by_the_system(error)
-        # the search for the culprit pickles all values again, so search only if the disk is fine
+        # the search for the culprit pickles all values again, so it runs only if the disk is fine
         on_disk = refused is not None or isinstance(error, RuntimeError)
         raise CheckpointError(
             f"cannot write {path}: {'' if on_disk else _culprit(content)}{first_line(refused or error)}"
@@ -131,10 +131,10 @@ def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
 
 
 def _by_the_system(error: BaseException | None) -> OSError | None:
-    """Return the operating system's error if it caused another one.
+    """Return the operating system's error that caused an error, or None.
 
     When a disk is full, torch's writer raises a second error while closing, because its position in the
-    file is wrong.  Only the context of that error contains the reason.
+    file is wrong.  Only the context of the second error contains the reason.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
@@ -154,7 +154,7 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def whole_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the complete checkpoints, by number."""
+    """Return the complete checkpoints in a folder, by number."""
     return {number: path for number, path in numbered(folder).items() if _has_all(path)}
 
 
@@ -185,24 +185,24 @@ def step_of(path: Path) -> int:
 
 
 def states_in(folder: Path) -> dict[Seat, Path]:
-    """Return the ranks' files in one checkpoint."""
+    """Return the paths of the ranks' state files in a checkpoint, by seat."""
     found = [(_STATE.fullmatch(path.name), path) for path in sorted(folder.glob("sparsync-rank-*"))]
     return {Seat.of(match): path for match, path in found if match}
 
 
 def is_whole(seats: Collection[Seat]) -> bool:
-    """Return whether these are all seats of one job."""
+    """Return whether these seats are all seats of one job."""
     # seats are distinct keys, so counting them suffices if all belong to one job
     sizes = {seat.ranks * seat.parts for seat in seats}
     return sizes == {len(seats)} and len({(seat.ranks, seat.parts) for seat in seats}) == 1
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Keep the newest complete checkpoints; remove all older ones, complete or not.
+    """Keep the ``keep`` newest complete checkpoints; remove all older ones, complete or not.
 
     A symbolic link means that a user keeps that checkpoint elsewhere; it is neither followed nor counted.
     """
-    # keep newer incomplete checkpoints, because another job may be writing them
+    # newer incomplete checkpoints stay, because another job may be writing them
     whole = [number for number, path in whole_checkpoints(folder).items() if not path.is_symlink()]
     newest = sorted(whole)[-keep:]
     for number, path in numbered(folder).items():
@@ -219,7 +219,7 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove an empty folder; one that contains files of other ranks or users stays."""
+    """Remove a folder if it is empty; it stays if it contains files of other ranks or users."""
     try:
         path.rmdir()
     except OSError:
@@ -227,7 +227,7 @@ def remove_folder(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a renamed file survive a power failure, where possible."""
+    """Flush a folder, where possible, so that a renamed file survives a power failure."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     descriptor = os.open(folder, os.O_DIRECTORY)
@@ -241,7 +241,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _culprit(content: Any) -> str:
-    """Name the first value that could not be read back; empty if there is none."""
+    """Return the name of the first value that could not be read back, or ""."""
     for path, value in tree_flatten_with_path(content)[0]:
         file = io.BytesIO()
         try:

@@ -1,4 +1,4 @@
-"""Rebuilds saved states for another number of ranks, or for other shards of the parameters.
+"""Rebuilds saved states for a different number of ranks, or for different shards of the parameters.
 
 A residual is the part of the ranks' gradients or updates that has not been delivered yet, its undelivered
 mass.  Any rank that holds it can deliver it, so only the sum over ranks must be preserved, element by
@@ -47,7 +47,7 @@ def reshard(states: Sequence[State], world_size: int) -> list[dict[str, Any]]:
 
     ========================  =====================================================================
     residual, velocity        placed as above; their sums over the ranks stay the same
-    thresholds, boundaries    reset: they belong to the former sums and ranks
+    thresholds, boundaries    reset: they depend on the former sums and ranks
     shares of units           kept: they are equal on all ranks
     norm for clipping         the mean of all ranks' norms
     step, scale, density      kept: they are equal on all ranks
@@ -100,12 +100,12 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
 
     Args:
         template: this rank's ``state_dict()`` before loading; it provides the rank, the number of ranks,
-            the units, and the pieces of the parameters.  If it is an optimizer's, new rank r takes
-            torch's part of the state (learning rates, local moments) from old rank r modulo P.
+            the units, and the pieces of the parameters.  If it is the state of an optimizer, new rank r
+            takes torch's part of the state (learning rates, local moments) from old rank r modulo P.
         states: the states of all old ranks.
 
     Raises:
-        ConfigurationError: a state's kind differs from the template's, or is an averager's; see also
+        ConfigurationError: a state's kind differs from the template's kind, or is "averager"; see also
             ``reshard``.
     """
     kind, here = template["kind"], template["content"]
@@ -121,7 +121,7 @@ def state_like(template: State, states: Sequence[State]) -> dict[str, Any]:
 
 
 def _contents(states: Sequence[State], kind: str, fields: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the contents of states of this kind, each with these fields and a reducer's state."""
+    """Return the contents of these states; refuse one of the wrong kind, or without these fields."""
     content = Fields(dict.fromkeys(fields, object))
     contents = [opened(state, kind, content) for state in states]
     if kind == "averager":
@@ -222,8 +222,8 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
     )
     if returns:
         states = [_without_broken_moments(state, states) for state in states]
-    # Convert vectors to the form of a reducer's residual, tensors by name, so that the same rules apply
-    # to them.  Momentum, shared weights and moments are not summed but assembled from their pieces.
+    # Convert vectors to the form of a reducer's residual (tensors by name), so that the same rules apply
+    # to them.  Momentum, shared weights and moments are not summed, but assembled from their pieces.
     flats = [_by_name(state, returns) for state in states]
     place = _flat(template)
     reducer = _checked_like(place, flats)
@@ -262,7 +262,7 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
 
 
 def _is_divided(state: State) -> bool:
-    """Return whether a state of updates is of a rank in a node, which exchanges a run of each tensor."""
+    """Return whether a rank inside a node saved this state, so that it exchanges runs of tensors."""
     own = state["parameters"]
     return any(own[name].numel() != size for name, size in state["layout"].items() if name in own)
 
@@ -281,7 +281,7 @@ def _without_broken_moments(state: State, states: Sequence[State]) -> State:
 
 
 def _by_name(state: State, returns: bool) -> dict[str, Any]:
-    """Return a reducer's state whose residual contains all undelivered mass, and the vectors by name.
+    """Return a reducer's state with all undelivered mass in the residual, and all vectors by name.
 
     If the rank ``returns`` to its last exchange, its local steps since then are dropped.
     """
@@ -359,7 +359,7 @@ def _placed(
 
 def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
     """Assemble a parameter's residual on one old rank from its pieces; None stands for zeros."""
-    # keyed by piece, because several ranks may hold the same piece
+    # the keys are pieces, because several ranks may hold the same piece
     found: dict[str, tuple[Piece, Tensor | None]] = {}
     for state, pieces in olds:
         if state["rank"] != rank or name not in pieces:
@@ -384,8 +384,8 @@ def _whole(olds: Olds, what: str, name: str, rank: int) -> Tensor | None:
         return None
     shapes = {tuple(piece["shape"]) for piece, _ in found.values()}
     size = math.prod(min(shapes))
-    # every element must be there exactly once: a missing shard would lose part of the residual, and an
-    # overlapping one would double it
+    # every element must be present exactly once: a missing shard would lose part of the residual, and an
+    # overlapping shard would double it
     taken, whole = torch.zeros(size, dtype=torch.uint8, device="cpu"), present[0][1].new_zeros(size)
     if len(shapes) == 1:
         for piece, _ in found.values():
@@ -412,7 +412,7 @@ def _box(whole: Tensor, piece: Piece) -> Tensor:
 
 
 def _check_states(states: Sequence[State]) -> None:
-    """Refuse anything but the states of all ranks at one step, before memory is allocated for them."""
+    """Refuse anything but the states of all ranks at the same step, before memory is allocated."""
     if not states:
         raise ConfigurationError("no states were given; give the states of all ranks")
     for key in _EQUAL:

@@ -60,7 +60,8 @@ __all__ = [
     "seat_of",
 ]
 
-_LATE: Final = 10.0  # seconds within which a shared folder must show a rank the others' files
+# seconds within which a rank must see the other ranks' files in a shared folder
+_LATE: Final = 10.0
 _MOST: Final = 10**6  # limit on the number of checkpoints to keep
 # kinds of states in which the ranks' weights differ
 _LOCAL: Final = ("updates", "averager")
@@ -71,7 +72,7 @@ _BESIDE: Final = Fields({}, {"own": Mapping, "buffers": Mapping, "weights": str}
 T = TypeVar("T")
 
 Use = Literal["own", "part", "check"]
-"""The purpose of reading a state: to adopt it, to take a part of it, or only to check it."""
+"""The purpose of reading a state: to adopt it, to adopt a part of it, or only to check it."""
 
 
 class Saveable(Protocol):
@@ -83,17 +84,17 @@ class Saveable(Protocol):
         """Return this rank's state, wrapped by ``sparsync.fields.sealed``."""
 
     def validate(self, state: Any) -> object:
-        """Raise if a saved state does not fit, without asking other ranks; change nothing."""
+        """Refuse a saved state that does not fit; change nothing, and send nothing."""
 
     def load_state_dict(self, state: Any) -> None:
         """Adopt a state; this is collective."""
 
 
 class Source(Protocol):
-    """The states of all ranks from one save; messages name it by its ``str()``."""
+    """The states of all ranks from one save; error messages contain its ``str()``."""
 
     def seats(self) -> Collection[Seat]:
-        """Return the seats of the saved states, i.e. which rank and part saved each."""
+        """Return the seats of the saved states, i.e. the rank and part that saved each of them."""
 
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Return a rank's state; its tensors may be read lazily."""
@@ -119,7 +120,7 @@ class _Folder:
 
 
 def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: Any) -> Path:
-    """Write a checkpoint; all ranks call this together, between two steps.
+    """Write a checkpoint; all ranks must call this together, between two steps.
 
     Args:
         sync: the handle returned by ``attach``.
@@ -136,17 +137,17 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         The folder of this checkpoint.
 
     Raises:
-        CheckpointError: raised on all ranks if any of them could not write, does not see the others'
-            files, or has taken another number of local steps, or of exchanges.  Earlier checkpoints are
-            untouched, and training may continue.
+        CheckpointError: raised on all ranks if any of them could not write or does not see all files, or
+            if their numbers of local steps or of exchanges differ.  Earlier checkpoints are untouched,
+            and training may continue.
         ConfigurationError: ``keep`` or ``folder`` is not valid; an object is divided over ranks (FSDP2, a
-            pipeline) and ``sync`` does not hold it; an earlier exchange broke off on this rank, and
-            then others wait until their timeout.
-        CommunicationError: a rank is gone or late.  Nothing is exchanged any more: ``close()``, attach
-            again, and load.
+            pipeline) and ``sync`` does not hold it; or an earlier exchange broke off on this rank, in
+            which case the other ranks wait until their timeout.
+        CommunicationError: a rank has died, or took longer than the timeout.  The handle then exchanges
+            nothing more: ``close()`` it, attach again, and load.
 
     Cost: writes n elements per rank, and waits until they are on disk; five messages of 8 to 32 bytes,
-        and another one if a replica is split over ranks.
+        or six if a replica is split over ranks.
 
     Example:
         >>> import tempfile, torch
@@ -180,8 +181,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         }
         for name, value in {**states, **plain}.items():
             _check_whole(name, value)
-        # If updates are exchanged, ranks have different weights, so all other states may differ as well:
-        # a scheduler or scaler follows its own rank.
+        # If updates are exchanged, ranks have different weights, so all other states may differ too, e.g.
+        # the states of schedulers and scalers.
         own = {n: states.pop(n) for n in list(states) if local and not _holds(sync, shared[n])}
         # If gradients are exchanged, ranks differ only in buffers, which DDP broadcasts before the next
         # forward pass, or never.
@@ -190,8 +191,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         if seat.place == 0:
             write_file(target / SHARED, {**states, **plain})
 
-    # First all ranks write, then all look: older checkpoints are removed only if every rank sees
-    # the new one complete.
+    # All ranks write first and check afterwards: older checkpoints are removed only if every rank sees
+    # all of the new one.
     try:
         _together(sync, write, f"write its part of {target}")
         _together(sync, lambda: await_whole(target, _LATE), f"see all files of {target}")
@@ -213,9 +214,9 @@ def load(
     step: int | None = None,
     **shared: Any,
 ) -> dict[str, Any]:
-    """Resume from the last complete checkpoint; all ranks call this together.
+    """Resume from the last complete checkpoint; all ranks must call this together.
 
-    With the same number of ranks as in the checkpoint, training continues bit for bit.  With another
+    With the same number of ranks as in the checkpoint, training continues bit for bit.  With a different
     number, or if parameters are sharded differently, every rank reads the files that it needs and takes
     its part of the residuals (``reshard``).
 
@@ -237,11 +238,11 @@ def load(
         ConfigurationError: the checkpoint does not fit this run, or an object is divided over ranks, as
             for ``save``.  Other ranks may raise ``CheckpointError`` instead.
 
-    If it raises, nothing has changed on any rank: objects that had already loaded their states are rolled
-    back.
+    If this raises an error, nothing has changed on any rank: objects that had already loaded their states
+    are rolled back.
 
-    Cost: every rank reads n elements; with another number of ranks, it reads all residuals that it sums
-    up.  The states of ``shared`` are copied for a possible rollback.
+    Cost: every rank reads n elements; with a different number of ranks, it reads all residuals that it
+    sums up.  The states of ``shared`` are copied for a possible rollback.
     """
     path, older = _chosen(sync, _named(folder), step)
     try:
@@ -262,9 +263,9 @@ def _named(folder: Path | str) -> Path:
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
     """Return the last checkpoint that is complete on all ranks, and the steps of older ones."""
-    # Take the newest checkpoint of every rank: nothing newer than the oldest of these is visible to all
-    # ranks. A rank may lack even that checkpoint, for instance if it uses another folder, so ranks then
-    # ask whether any of them lacks it.
+    # Every rank reports the newest checkpoint that it sees, and the oldest of these is chosen: nothing
+    # newer is visible to all ranks. A rank may lack even that checkpoint, for instance if it uses a
+    # different folder, so ranks then check that all of them see it.
     whole = _together(sync, lambda: whole_checkpoints(folder), f"list {folder}")
     wanted = [number for number, path in whole.items() if step in (None, step_of(path))]
     number = -_greatest(sync, -max(wanted, default=0))
@@ -280,14 +281,14 @@ def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[
 
 
 def _loaded(sync: Saveable, path: Path, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Let every object load its state, and return the rest; change nothing if one fails."""
+    """Let every object load its state, and return all other values; if one fails, change nothing."""
     # all ranks read and check everything before any rank changes anything
     before, state, beside = _read_states(sync, _Folder(path))
 
     def read() -> dict[str, Any]:
         content = {**read_file(path / SHARED), **beside.get("own", {})}
         for name, its in beside.get("buffers", {}).items():
-            content[name].update(its)  # in place, because a module's state has attributes to keep
+            content[name].update(its)  # in place, to keep the attributes of a module's state
         missing = [name for name in shared if name not in content]
         if missing:
             raise ConfigurationError(
@@ -334,12 +335,12 @@ def _holds(sync: Saveable, value: object) -> bool:
 
 
 def _holds_shards(sync: Saveable, value: object, state: Mapping[str, Any]) -> bool:
-    """Return whether a handle's state includes that of ``value``, which this rank holds in pieces."""
+    """Return whether a handle's state includes the pieces of ``value`` that this rank holds."""
     return _holds(sync, value) and bool(state["content"]["pieces"])
 
 
 def _buffers(value: object, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the buffers in a module's state; for any other object, return none."""
+    """Return the buffers in a module's state, and no buffers for any other object."""
     named = value.named_buffers(remove_duplicate=False) if isinstance(value, nn.Module) else ()
     return {name: state[name] for name, _ in named if name in state}
 
@@ -375,12 +376,12 @@ def _check_alike(sync: Saveable, shared: Mapping[str, Any]) -> None:
 def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = False) -> None:
     """Write this rank's file, which includes a digest of its weights; this is collective.
 
-    With ``alone``, it does not ask other ranks, because the handle is already closed, e.g. after
+    With ``alone``, nothing is compared with other ranks, because the handle is already closed, e.g. after
     training.
 
     Raises:
-        CheckpointError: raised on all ranks if any of them has taken another number of local steps or of
-            exchanges (then nothing is written), or could not write.
+        CheckpointError: raised on all ranks if their numbers of local steps or of exchanges differ (then
+            nothing is written), or if any rank could not write.
     """
 
     def write() -> None:
@@ -400,7 +401,7 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
 
     Raises:
         CheckpointError: a file is missing or damaged.
-        ConfigurationError: the state does not fit this run, or was saved with other weights.
+        ConfigurationError: the state does not fit this run, or was saved with different weights.
     """
     before, state, beside = _read_states(sync, _Folder(folder))
 
@@ -434,7 +435,7 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's current state, its saved state, which all ranks have checked, and additions."""
+    """Return this rank's current state, its saved state (checked on all ranks), and the additions."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
@@ -453,9 +454,8 @@ def _read_states(
             )
         return state_like(before, [source.read(one, _use(one, seat)) for one in seats])
 
-    # Training continues bit for bit only if every rank finds its own state.  Otherwise every rank
-    # takes a share of every state: if some ranks kept their whole state, its mass would be counted
-    # twice.
+    # Training continues bit for bit only if every rank finds its own state.  Otherwise all ranks take
+    # shares of all states: if some ranks kept their whole states, the mass in them would count twice.
     state = _together(sync, mine, f"read its state in {source}")
     if _greatest(sync, int(state is None)):
         state = _together(sync, part_of_all, f"read the states in {source}")
@@ -471,7 +471,7 @@ def _read_states(
 
 
 def _use(old: Seat, new: Seat) -> Use:
-    """Return how a new rank uses an old rank's state; all ranks need the common fields of rank 0."""
+    """Return how a new rank uses an old rank's state; all ranks need rank 0's common fields."""
     shared = old.rank == 0
     heir = old.rank % new.ranks == new.rank or new.rank % old.ranks == old.rank
     return "part" if shared or heir else "check"
@@ -485,9 +485,9 @@ def _take_state(
     try:
         _together(sync, lambda: sync.load_state_dict(state), f"load its state in {where}")
     except Exception:
-        # the scale comes first, because loading a state rescales it to the current scale
+        # restore the scale first, because loading a state rescales it to the current scale
         sync.reducer.set_scale(scale)
-        # peers are gone, or an exchange with them broke off, as the first error already says
+        # if peers have died, or an exchange with them broke off, the first error already says so
         with suppress(CommunicationError, ConfigurationError):
             sync.load_state_dict(before)
         raise
@@ -497,14 +497,14 @@ def _take_state(
 
 
 def _communicators(sync: Saveable) -> Sequence[Communicator]:
-    """Return the replicas of this shard and, if parameters are sharded, this replica's shards."""
+    """Return the communicators to replicas and, if parameters are sharded, to this replica's shards."""
     check_saveable(sync)
     found: Sequence[Communicator] | None = getattr(sync, "communicators", None)
     return (sync.reducer.comm,) if found is None else found
 
 
 def check_saveable(sync: object) -> None:
-    """Refuse an averager without a reducer, of which each rank saves model, optimizer and averager."""
+    """Refuse an averager without a reducer; each rank must save its model, optimizer and averager."""
     require(
         not isinstance(sync, Averager) or isinstance(sync, OuterAverager),
         f"{type(sync).__name__} is an averager, not a handle of attach(); on every rank, save the "
@@ -521,7 +521,7 @@ def seat_of(sync: Saveable) -> Seat:
 
 
 def _exchange(sync: Saveable) -> AbstractContextManager[None]:
-    """Refuse to ask other ranks after an exchange broke off; note if this one does."""
+    """Refuse to communicate after an exchange broke off; record it if this exchange breaks off."""
     return _communicators(sync)[0].exchange()
 
 
@@ -531,7 +531,7 @@ def _greatest(sync: Saveable, number: int) -> int:
 
 
 def _all_greatest(sync: Saveable, numbers: Sequence[int]) -> list[int]:
-    """Return the greatest of all ranks' numbers at each place."""
+    """Return, for each position, the greatest of all ranks' numbers."""
     most = torch.tensor(numbers, device="cpu")
     with _exchange(sync):
         for comm in _communicators(sync):
@@ -540,7 +540,7 @@ def _all_greatest(sync: Saveable, numbers: Sequence[int]) -> list[int]:
 
 
 def _same_steps(sync: Saveable) -> int:
-    """Return the number of local steps, which must be equal on all ranks, like that of exchanges.
+    """Return the number of local steps; refuse ranks with different numbers of steps or exchanges.
 
     Raises:
         CheckpointError: ranks have taken different numbers of steps, or committed different numbers
@@ -561,5 +561,5 @@ def _same_steps(sync: Saveable) -> int:
 
 
 def _together(sync: Saveable, action: Callable[[], T], what: str) -> T:
-    """Return the result of an action once all ranks have done it; raise on all if any rank fails."""
+    """Return the result of an action once all ranks have done it; if one fails, raise on all ranks."""
     return run(on_all_or_none(_communicators(sync), action, what))

@@ -1,4 +1,4 @@
-"""Take part in a changing group: ask for quorums, meet the others, fetch weights, and recover.
+"""Take part in a changing group: ask for quorums, call the roll, fetch weights, and recover.
 
 torchft's manager determines which ranks are present; ``members`` decides the fate of the open step.
 """
@@ -41,7 +41,8 @@ _PAUSE: Final = 0.2  # seconds between requests for a quorum
 _RETURN: Final = 60.0  # seconds that ranks without the weights wait for a rank that has them
 _EXACT: Final = 2**53  # votes are sent as float64, which is exact for integers below this
 _LOOK: Final = 100  # steps between comparisons of the weights, each of which takes a pass over them
-_EXTRAS: Final = 2**26  # limit on the bytes of schedulers and the like that a rank takes over
+# limit on the bytes of further states, e.g. of schedulers, that a joining rank takes over
+_EXTRAS: Final = 2**26
 
 
 def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -61,7 +62,7 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
     }.items():
         if there:
             raise ConfigurationError(f"{what} is not for elastic=; omit one of them")
-    # options of sockets come too late here: the manager's group opened its sockets before ``attach``
+    # socket options come too late here, because the manager's group opened its sockets before ``attach``
     named, usual = {"timeout": carried.timeout, **carried.sockets}, Transport()
     given = [f"{name}=..." for name, value in named.items() if value != getattr(usual, name)]
     if carried.name != "auto":
@@ -77,7 +78,7 @@ def check_options(options: Options, optimizers: Sequence[torch.optim.Optimizer])
 
 
 def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
-    """Return the numeric rates as text, rounded, because schedulers may differ in the last bits."""
+    """Return the numeric rates as texts, rounded, because schedulers may differ in the last bits."""
 
     def text(value: Any) -> str:
         if isinstance(value, torch.Tensor):
@@ -93,7 +94,7 @@ def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
 def summing(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm without averaging, because ``Attendance.commit`` divides.
 
-    The divisor is not the number of ranks: ranks that are behind or leaving contribute no gradients.
+    The divisor is less than the number of ranks if some are behind or leaving: they contribute nothing.
     """
     return replace(algorithm, average=False)
 
@@ -112,7 +113,7 @@ class Attendance:
         settings: further settings that must be equal on all ranks.
 
     Attributes:
-        catch_up: the fetch of another rank's state, while this rank is behind.
+        catch_up: while this rank is behind, the fetch of a peer's state.
         offered: whether a copy of this rank's state is being served.
         last_step: the number of the group that exchanged the last step, its number of contributors, and
             whether this rank is one of them.
@@ -164,7 +165,7 @@ class Attendance:
                 self._meet(quorum)
         self._met = False
         if self.catch_up is not None and self.members.behind:
-            # look before the vote, because the vote tells the others whether this rank counts from the
+            # check this before the vote, because the vote announces whether this rank counts from the
             # next step on
             try:
                 self._ready = self.catch_up.done and not self._outside
@@ -173,7 +174,7 @@ class Attendance:
                 self._fetch(self.group.quorum, self.members.first)
 
     def join(self) -> None:
-        """Meet the others before the open step, which then needs no further quorum."""
+        """Call the roll before the open step, which then needs no further quorum."""
         self.ready()
         self._met = True
 
@@ -181,8 +182,8 @@ class Attendance:
     def outside_steps(self) -> Iterator[None]:
         """Return a context in which this rank takes part in an exchange outside of its loop's steps.
 
-        The rank does not catch up in such an exchange.  Otherwise, it would take over the others'
-        schedulers.  Their loops step these after the exchange, but this rank's own loop does not.
+        The rank does not catch up in such an exchange.  Otherwise, it would take over its peers'
+        schedulers, which the peers' loops step after the exchange, but this rank's own loop would not.
         """
         self._outside = True
         try:
@@ -198,7 +199,7 @@ class Attendance:
     ) -> bool:
         """Repeat the exchange of the open step until a whole group has succeeded.
 
-        If the others have continued without this rank, ``missed`` is called.  It returns whether
+        If the other ranks have continued without this rank, ``missed`` is called.  It returns whether
         ``attempt`` can take part in their step.
 
         Returns:
@@ -224,7 +225,7 @@ class Attendance:
         return True
 
     def recover(self, error: CommunicationError) -> Verdict:
-        """Abandon the exchange, and meet the remaining ranks."""
+        """Abandon the exchange, and call the roll with the remaining ranks."""
         return self._meet(self._again(error))
 
     def end(
@@ -237,14 +238,14 @@ class Attendance:
 
         Args:
             copy: returns a copy of this rank's state.
-            take: loads the copy of another rank.
-            others: returns, by name, tensors that no step makes equal; all ranks take over the first
-                rank's.
+            take: loads a copy of a peer's state.
+            others: returns, by name, tensors that no step makes equal; all ranks take over the tensors of
+                the first rank.
         """
         members, reached = self.members, self.reducer.step
         while not members.left:
-            # if a roll has set this rank back, it cannot redo the step, because its training loop has
-            # ended
+            # if a roll has set this rank back, the rank cannot redo the step, because its training loop
+            # has ended
             if self.reducer.step < reached:
                 place = self.reducer.comm.ledger.place(reached - 1)
                 raise PeerError(
@@ -282,7 +283,7 @@ class Attendance:
             return True
         catch_up, quorum = self.catch_up, self.group.quorum
         assert catch_up is not None and quorum is not None
-        with suppress(PeerError):  # the fetch failed; start another one
+        with suppress(PeerError):  # the fetch failed; start a new one
             # ``end`` loads the copy without repeating steps, so it must be a copy of the last weights
             if catch_up.since >= self.reducer.step:
                 return catch_up.done
@@ -323,13 +324,13 @@ class Attendance:
                     f"{self.reducer.place}: no quorum yet ({reason}); training waits, and "
                     "nothing is lost"
                 )
-            # after a long wait, ask again without a pause: the quorum that is now forming may include
-            # this rank
+            # after a long wait, ask again without a pause, because the quorum that is now forming may
+            # include this rank
             time.sleep(max(began + _PAUSE - time.monotonic(), 0))
 
     def _again(self, error: CommunicationError) -> Quorum:
-        """Abandon the exchange, make the others do the same, and return the next quorum."""
-        # give up first, because otherwise the others may wait until their deadline for this rank's
+        """Abandon the exchange, make the other ranks do the same, and return the next quorum."""
+        # give up first, because otherwise the other ranks may wait until their deadline for this rank's
         # messages
         self.group.comm.give_up()
         # Report the failure: the lighthouse then forms a new quorum even if its members stay the same.
@@ -341,9 +342,10 @@ class Attendance:
         return self._quorum()
 
     def _meet(self, quorum: Quorum) -> Verdict:
-        """Call the roll of this quorum or, if that fails, of later ones until a roll succeeds.
+        """Call the roll of this quorum or, if that fails, of later quorums until a roll succeeds.
 
-        Ranks without the weights wait for a rank that has them: it may be alive, with late heartbeats.
+        Ranks without the weights wait for a rank that has them, because that rank may be alive although
+        its heartbeats are late.
 
         Raises:
             DeadlineError: rolls have failed for ten minutes.
@@ -378,7 +380,7 @@ class Attendance:
                 time.sleep(_PAUSE)
                 quorum = self._again(PeerError(str(error)))
         stale = quorum.rank in verdict.stale
-        # a fetch survives a change of the group if its donor is still there, under a new rank
+        # a fetch survives a change of the group if its donor is still a member, even under a new number
         known = self.catch_up is not None and self.catch_up.donor in quorum.names
         if (stale or (self.members.behind and not known)) and not self.members.idle:
             self._fetch(quorum, verdict.donor)
@@ -412,7 +414,7 @@ class Attendance:
                 self._extras = unpacked(raw.numpy())
 
     def _numbers(self) -> tuple[float, ...]:
-        """Return a digest of all rates, the learning rate, and, periodically, a digest of the weights."""
+        """Return a digest of all rates, the learning rate, and (periodically) a digest of the weights."""
         present = self.rates()
         rates, lr = number_of(repr(_numbers(present))), float(present[0][0].get("lr") or 0)
         # a digest takes a pass over the weights, so it is sent only periodically and in the step after a
@@ -429,7 +431,7 @@ class Attendance:
         not compared.
 
         Raises:
-            ConfigurationError: raised on the rank that differs; the others continue without it.
+            ConfigurationError: raised on the rank that differs; the other ranks continue without it.
         """
         me, told = self.reducer.comm.rank, self.members.told.tolist()
         if not told[me][0]:
@@ -467,15 +469,15 @@ class Attendance:
         """Advance to the step after ``step``; return whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
-        # with ``still``, the table of contributors came with the votes; otherwise, with the roll
+        # with ``still``, the table of contributors came with the votes, otherwise with the roll
         arrived = members.committed(step, still=not self._met, applied=applied)
         if arrived:
             self._since = step + 1
         else:
             self._extras = None
         # These calls only maintain torchft's own step count, by which its quorums recognise lagging
-        # ranks.  The count is set to this library's step, because a rank that has joined later could
-        # never reach the others' count by counting itself.
+        # ranks.  The count is set to this library's step, because a rank that joined later would count
+        # too few steps.
         with suppress(Exception):
             self.manager.should_commit()
             batches = self.manager.batches_committed()
@@ -495,7 +497,7 @@ class Attendance:
     def offer(self, copy: Callable[[], memoryview]) -> None:
         """Serve a copy of the state before the open step, if a rank wants one and this rank has it."""
         members = self.members
-        # the optimizers of an idle rank no longer step, so its copy would be outdated
+        # the optimizers of an idle rank no longer step, so a copy of its state would be outdated
         if self.group.copies.wanted.is_set() and not (members.behind or members.idle):
             self.offered = True
             self.group.copies.offer(self.reducer.step, copy())

@@ -1,7 +1,7 @@
-"""Bring a joining rank to the others' weights while they continue training.
+"""Bring a joining rank to its peers' weights while they continue training.
 
-The rank fetches a copy of another rank's state.  It keeps all averages since the step in which the fetch
-began.  Then it applies them to the copy as the others did, so its weights equal theirs, bit for bit.
+The rank fetches a copy of a peer's state.  It keeps all averages since the step in which the fetch began.
+Then it applies them to the copy as its peers did, so its weights equal theirs, bit for bit.
 
 If gradients are exchanged, the rank keeps those that were given to its optimizers.  It repeats the steps
 of the donor's optimizers with them, in the same order and with the same learning rates.
@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 Rates = list[list[dict[str, Any]]]
-"""The settings of all optimizers' groups, without parameters: learning rates, decay, ..."""
+"""The settings of all optimizers' groups (learning rates, decay, ...), without their parameters."""
 
 Taken = dict[int, list[tuple[int, list[dict[str, Any]]]]]
-"""For each exchange, the optimizer steps after it, in order: the optimizer's number and its rates."""
+"""The optimizer steps after each exchange, in order: the optimizer's number and its rates."""
 
 Kept = tuple[Tensor, Tensor] | Tensor | None
 """A gradient; if most of it is zero, its nonzero indices and their values."""
@@ -62,7 +62,7 @@ def load_copy(
     raw: bytes | bytearray, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Load a state returned by ``make_copy``."""
-    # ``unpacked`` instead of pickle: the bytes come from another machine, and must not run code
+    # use ``unpacked`` instead of pickle: the bytes come from a different machine, and must not run code
     content = Fields({"model": Mapping, "optimizers": Each((Mapping,) * len(optimizers))})
     states = opened(unpacked(raw), "elastic gradients", content)
     model.load_state_dict(states["model"])
@@ -93,9 +93,8 @@ class CatchUp:
         self._error: SparsyncError | None = None
         self._stopped = False
 
-        # The fetch has its own thread and socket, because this rank takes part in all steps in the
-        # meantime.  A copy older than ``since`` is useless, because the log lacks the steps before
-        # ``since``.
+        # The fetch has its own thread and socket, because this rank meanwhile takes part in all steps.  A
+        # copy older than ``since`` is useless, because the log lacks the steps before ``since``.
         def work() -> None:
             try:
                 self.copy = fetch(source, timeout, since, lambda: self._stopped)
@@ -113,7 +112,7 @@ class CatchUp:
         Raises:
             PeerError: the fetch failed.
         """
-        # raise the error here, because the caller's thread can start another fetch
+        # raise the error here, because the caller's thread can start a new fetch
         if self._error is not None:
             raise PeerError(f"{self._error}; another rank is asked") from self._error
         return self.copy is not None
@@ -147,8 +146,8 @@ def keep_gradients(
         few = 3 * at.numel() < flat.numel()
         narrow = torch.int32 if flat.numel() <= 1 << 31 else torch.int64
         here.append((at.to(narrow), flat[at]) if few else flat.clone())
-    # An optimizer may step twice with the same gradients.  Keep those of the first step, because this
-    # function has removed them from the parameters before the second.
+    # An optimizer may step twice with the same gradients.  Keep the gradients of the first step, because
+    # this function has removed them from the parameters before the second step.
     catch_up.log.setdefault(step, {}).setdefault(number, here)
 
 
@@ -183,7 +182,7 @@ def repeat(
             one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
-            # these are the gradients as the optimizer got them, e.g. after clipping
+            # these are the gradients that the optimizer received, e.g. after clipping
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
             with repeating():

@@ -25,8 +25,8 @@ __all__ = ["CopyServer", "Source", "fetch", "pack", "unpack"]
 PIECE: Final = 2**18  # bytes; small, because exchanges use the same links
 # pieces requested before the first of them has arrived, to hide the link's latency
 AHEAD: Final = 4
-_LOOK: Final = 0.05  # seconds between questions whether a copy exists
-_ANSWER: Final = struct.Struct("<qq")  # step, bytes; 0 bytes: not yet
+_LOOK: Final = 0.05  # seconds between requests that ask whether a copy exists
+_ANSWER: Final = struct.Struct("<qq")  # step and number of bytes; 0 bytes if there is no copy yet
 _ASK: Final = struct.Struct(
     "<cqq"
 )  # "?" (is there a copy?) or "!" (a piece, please), step, first byte
@@ -40,7 +40,7 @@ def pack(raw: bytes | memoryview) -> bytes:
         >>> unpack(pack(b"0123456789")) == b"0123456789"
         True
     """
-    # Arrange the bytes in four columns, so that the compressor sees exponents next to each other.  The
+    # Arrange the bytes in four columns, so that exponents are next to each other for the compressor.  The
     # last column holds the highest bytes, because numbers are little-endian.
     words = np.frombuffer(raw, np.uint8, count=len(raw) // 4 * 4).reshape(-1, 4)
     high, low = zlib.compress(words[:, 3].tobytes(), 1), words[:, :3].tobytes()
@@ -71,8 +71,8 @@ class CopyServer:
 
     Attributes:
         endpoint: the server's address; without keys, followed by a blank and the password.
-        wanted: set if a rank has asked for a copy and there was none; the owner should then ``offer``
-            one.
+        wanted: set if a rank has asked for a copy and there was none; the owner should then ``offer`` a
+            copy.
     """
 
     def __init__(
@@ -202,8 +202,7 @@ def fetch(
                 raise DeadlineError(f"there was no copy of the weights at {endpoint}")
         whole, asked, came = bytearray(size), 0, 0
         while came < size:
-            # limit the number of open requests, because queued pieces would delay exchanges on the same
-            # link
+            # limit the number of open requests: queued pieces would delay exchanges on the same link
             while asked < size and asked - came < AHEAD * PIECE:
                 ask(b"!", step, asked)
                 asked += PIECE

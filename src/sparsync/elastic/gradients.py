@@ -63,8 +63,7 @@ def attach_elastic(
     options = options.for_size(elements, said.append)
     assert options.density is not None
     names = [shard.name for shard in shards]
-    # no other rank holds a part of this replica, so whatever the group, this rank agrees only with
-    # itself
+    # no other rank holds a part of this replica, so this rank decides alone, whatever the group
     consensus = PartsConsensus(SoloCommunicator(), {n: i for i, n in enumerate(sorted(names))})
     reducer = Reducer(
         group.comm,
@@ -155,7 +154,7 @@ class PresentRanks(Ranks):
         self._missed = self._exchanged = False
         self._position = 0, 0  # number of steps made, and skipped, before the open one
         self._taken: Taken = {}  # optimizer steps since a copy was offered
-        # autograd's number of the backward pass that found that this rank has left
+        # autograd's number of the first backward pass after this rank has left
         self._last_task: int | None = None
 
     @property
@@ -164,7 +163,7 @@ class PresentRanks(Ranks):
         return self.attendance.members.counts
 
     def watch(self) -> list[Any]:
-        """Watch forward passes and optimizers; return handles whose ``remove()`` stops the watching."""
+        """Watch forward passes and optimizers; return hook handles, whose ``remove()`` ends this."""
         model = self._model()
         # weak references, because the model holds its hooks, and the handle must end with the model
         hooks: list[Any] = [model.register_forward_pre_hook(weakly(self._before_forward))]
@@ -186,10 +185,10 @@ class PresentRanks(Ranks):
     def begin(self, *, again: bool) -> bool:
         """Wait for the quorum; return False in the first backward pass after this rank has left.
 
-        ``again`` is ignored, because ranks that have abandoned a step meet again anyway.
+        ``again`` is ignored, because ranks that have abandoned a step call the roll again anyway.
         """
-        # meet before the first gradient is accumulated, because the group decides whether this rank's
-        # gradients count, and how the accumulating pass collects entries
+        # wait for the quorum before the first gradient is accumulated, because the group decides whether
+        # this rank's gradients count, and which entries are collected while accumulating
         self.membership.turns.take()
         if self._is_late():
             self.membership.turns.end()
@@ -204,8 +203,8 @@ class PresentRanks(Ranks):
         # step.  ``Membership.check_here`` refuses the next step.
         if not self.membership.gone:
             return False
-        # this private number of autograd identifies the backward pass, as in ``ParameterSource``;
-        # PyTorch has no public one
+        # autograd's private number identifies the backward pass, as in ``ParameterSource``; PyTorch has
+        # no public number
         task = torch._C._current_graph_task_id()
         if self._last_task is None:
             self._last_task = task
@@ -233,13 +232,13 @@ class PresentRanks(Ranks):
         try:
             for job in jobs:
                 job.result()
-            # the jobs have exchanged all units, and only the vote is missing; without jobs
-            # (``_take_part``), nothing has been exchanged yet
+            # if there were jobs, they have exchanged all units, and only the vote is missing; without
+            # jobs (``_take_part``), nothing has been exchanged yet
             run(self._agree() if jobs else attempt())
         except CommunicationError as error:
-            # ``missed`` returns False, because this rank cannot take part in the others' step: the roll
-            # has closed its own step and put the gradients into the residual, and new ones come only
-            # with the next backward pass
+            # ``missed`` returns False, because this rank cannot take part in its peers' step: the roll
+            # has closed this rank's own step and put its gradients into the residual, and new gradients
+            # come only with the next backward pass
             if not self.attendance.persist(error, attempt, missed=lambda: False):
                 self._missed = True
                 return None
@@ -250,8 +249,8 @@ class PresentRanks(Ranks):
 
     def finished(self) -> None:
         """Continue with the next step and the current ranks."""
-        # after a missed step there is nothing to close: the roll has brought the reducer to the others'
-        # step
+        # after a missed step there is nothing to close: the roll has brought the reducer to the step of
+        # this rank's peers
         if self._exchanged:
             step, skipped = self._position
             self.attendance.close(step, applied=self._reducer.skipped == skipped)
@@ -259,17 +258,20 @@ class PresentRanks(Ranks):
             self._reducer.take_notice()  # a joining rank has nothing new to report
 
     def _take_part(self) -> None:
-        """Take part in the others' steps, on the engine's thread, without training, until it has left."""
+        """Take part in the other ranks' steps without training, until this rank has left.
+
+        This runs on the engine's thread.
+        """
         reducer = self._reducer
         while not self.membership.left:
             self.attendance.ready()
-            # with zero gradients, this rank still sends entries of its residual, until that is dealt to
-            # others
+            # with zero gradients, this rank still sends entries of its residual, until the residual is
+            # dealt to other ranks
             for unit, its in enumerate(reducer.units):
                 zeros = torch.zeros(its.size, dtype=its.dtype, device=its.device)
                 reducer.accumulate(unit, 0, zeros)
             try:
-                self._averages()  # only the others apply the averages
+                self._averages()  # only the other ranks apply the averages
             except NonFiniteGradientError:
                 reducer.skip()
             except BaseException:
@@ -295,8 +297,8 @@ class PresentRanks(Ranks):
     def settled(self, applies: bool) -> bool:
         """If this rank has caught up, bring its weights to the state before this step's averages."""
         if applies:
-            # processes start independently, so before the first step no process knows whether it is rank
-            # 0, which prints the line
+            # The line is printed here, by rank 0, because processes start independently, and none knows
+            # its rank before the first step.
             said, self._said = self._said, ""
             if said and not self.attendance.members.behind and self._reducer.comm.rank == 0:
                 say(said)
@@ -325,7 +327,7 @@ class PresentRanks(Ranks):
         self.membership.turns.end()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep the gradients if this rank is catching up; keep the rates if another rank is."""
+        """Keep the gradients if this rank is catching up; keep the rates if a peer is catching up."""
         number = next(i for i, one in enumerate(self._optimizers) if one is optimizer)
         # the commit has already counted the step that this optimizer applies
         step, attendance = self._reducer.step - 1, self.attendance

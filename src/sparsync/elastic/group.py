@@ -43,10 +43,10 @@ if not hasattr(Manager, "_reconfigure_pg"):
 __all__ = ["ElasticGroup", "Quorum", "group_of", "make_manager"]
 
 # The interval of heartbeats.  It is a tenth of 500 ms, the time after which a lighthouse started as in
-# docs/elastic.md considers a silent rank gone.
+# docs/elastic.md considers a silent rank dead.
 _BEAT = timedelta(milliseconds=50)
-# time without an answer after which the quorum is requested again, because a restarted lighthouse has
-# lost the request
+# time without an answer after which the quorum is requested again; a restarted lighthouse has lost the
+# first request
 _ASK_AGAIN = timedelta(seconds=20)
 # time limit for connecting to the lighthouse, which may start later than this rank, and to this rank's
 # own manager
@@ -62,7 +62,7 @@ class Quorum(NamedTuple):
     rank: int
     names: tuple[str, ...]
     exchanges: list[str]
-    copies: list[Source]  # where the members' weights can be fetched
+    copies: list[Source]  # the addresses from which the members' weights can be fetched
     misfit: str = ""  # the reason why this rank cannot be a member
 
     @property
@@ -81,24 +81,23 @@ class Quorum(NamedTuple):
 class ElasticGroup(ProcessGroup):
     """The ``pg`` of a ``torchft.Manager``, for ``attach(elastic=manager)``.
 
-    The handle that a member sends to the lighthouse contains its addresses and its public key.  A change
-    of the quorum is only recorded at first.  It takes effect when the exchange of a step begins, on the
-    thread that owns the sockets.  The group serves only sparsync's exchanges, and refuses torchft's
-    ``manager.allreduce``.
+    Each member sends its addresses and its public key to the lighthouse.  A change of the quorum is only
+    recorded at first.  It takes effect when the exchange of a step begins, on the thread that owns the
+    sockets.  The group supports only sparsync's exchanges, and refuses torchft's ``manager.allreduce``.
 
     Args:
         transport: "zmq", or "torch" (gloo); copies of the weights use ZeroMQ in any case.
         curve_keys: for "zmq": the directory with the public keys of all possible members and this rank's
             secret key, or the file of the secret key.  All messages between members are encrypted, and
             members whose key is not in the directory are left out.
-        timeout: seconds that a message of an exchange may take; a rank that stalls for longer is left
-            behind.
+        timeout: seconds that a message of an exchange may take; the group continues without a rank that
+            stalls for longer.
         interface: name or address of the interface to bind.  Default: ``GLOO_SOCKET_IFNAME``; if that is
             not set, the interface that leads to the lighthouse (``TORCHFT_LIGHTHOUSE``) or to
             ``MASTER_ADDR``.
-        port_range: for "zmq": first and last port that may be bound; a rank takes two of them.
-        advertise: for "zmq": the address at which others reach this rank, if it differs from the
-            interface's.
+        port_range: for "zmq": first and last port that may be bound; a rank needs two of them.
+        advertise: for "zmq": the address at which other ranks reach this one, if it differs from the
+            interface's address.
 
     Example:
         >>> manager = make_manager(min_replicas=2)  # doctest: +SKIP
@@ -128,7 +127,8 @@ class ElasticGroup(ProcessGroup):
         # the name identifies a process, not a rank number, because a restarted rank has lost its state
         self.name = uuid.uuid4().hex
         self.quorum: Quorum | None = None
-        self.store: Any = None  # the manager's; gloo's ranks meet in the store of the first of them
+        # the manager's store; with gloo, ranks rendezvous in the store of the first of them
+        self.store: Any = None
         self._keys: CurveKeys | None = None
         self._said = ""
         # Until the first quorum, this is a group of one.  Its sockets are bound already, because the
@@ -156,8 +156,8 @@ class ElasticGroup(ProcessGroup):
             self.copies = CopyServer(interface, port_range, advertise, self._keys)
         self._card = {"transport": transport, "key": ""}
         if self._keys is not None:
-            # ranks with different lists of keys would refuse each other's connections, and wait for each
-            # other in every step, so the list is part of the transport's name
+            # The list of keys is part of the transport's name: ranks with different lists would refuse
+            # each other's connections, and wait for each other in every step.
             self._card["transport"] = f"{transport} with the keys {self._keys.digest}"
             self._card["key"] = self._keys.public.decode()
         self._card |= {"name": self.name, "exchange": exchange, "copies": self.copies.endpoint}
@@ -169,8 +169,8 @@ class ElasticGroup(ProcessGroup):
     def reconfigure(self, opts: Any) -> Any:
         """Record the compatible members of a new quorum; torchft's manager calls this on its own thread.
 
-        Incompatible members are left out.  If a rank is compatible with no other and has not met any
-        yet, it raises an error later, so that it ends and the ranks that train do not.
+        Incompatible members are left out.  If a rank is compatible with no other rank, and has never
+        trained with one, it raises an error later.  Then this rank ends, and the ranks that train do not.
         """
         # The quorum is only recorded here: sockets belong to the exchanging thread, which may be in
         # a step.
@@ -202,13 +202,13 @@ class ElasticGroup(ProcessGroup):
                 f"({why}); give all the same transport=, and curve_keys= with the same .key files"
             )
             if len(fitting) > 1 or (self.quorum is not None and not self.quorum.misfit):
-                # print a reason only once, because every change of the quorum ends up here
+                # print a reason only once, because every change of the quorum comes here
                 if misfit != self._said:
                     say(f"{misfit}; they are left out")
                 self._said, misfit = misfit, ""
         # The number identifies the group in messages.  It is a digest of the lighthouse's number and the
-        # members.  So another lighthouse that happens to use the same number, or another choice of
-        # members, gives another group.
+        # members, so it differs even if another lighthouse happens to use the same number, and whenever
+        # different members are chosen.
         told = json.dumps([opts.uuid, *fitting])
         self.quorum = Quorum(
             number_of(told) or 1, opts.uuid, rank, names, exchanges, copies, misfit
@@ -255,8 +255,8 @@ def make_manager(
 ) -> Any:
     """Return a ``torchft.Manager`` for this rank alone; create it last, after model and data.
 
-    From the manager's first heartbeat on, the others' next quorum waits for this rank.  If the
-    lighthouse is not running yet, the call waits for it up to 60 s.
+    From the manager's first heartbeat on, the other ranks' next quorum waits for this rank.  If the
+    lighthouse is not running yet, the call waits for it for up to 60 s.
 
     Args:
         min_replicas: the minimum number of ranks that train; with fewer, training waits.

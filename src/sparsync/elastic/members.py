@@ -5,19 +5,19 @@
     exchange --all data received--> prepared --all votes received--> committed
 
 A rank commits once it knows that all ranks are prepared.  If the exchange fails earlier, the rank
-abandons the step, which ends the waits of the others.  The remaining ranks meet in a new group and call
-the roll:
+abandons the step, which ends the other ranks' waits.  The remaining ranks form a new group and call the
+roll:
 
 * if any rank has committed, then all ranks were prepared; those that have not committed now do so;
 * if no rank has committed, all ranks exchange their accumulated gradients once more, in the new group.
 
-So a step is applied by all remaining ranks or by none, its gradients count once, and residuals match the
-ranks that took part.  The residual of a killed rank is lost.
+A step is therefore applied by all remaining ranks or by none, its gradients count once, and residuals
+match the ranks that took part.  The residual of a killed rank is lost.
 
-A rank that committed and was then cut off may find on return that the others have redone the step
-without it.  The history of the latest group counts: the rank adds its delivered entries back to its
-residual, and fetches the weights.  For this purpose, a rank remembers what it contributed to the last
-step, in every attempt that it completed.
+If a rank commits and is then cut off, the other ranks may redo the step without it.  When the rank
+returns, the history of the latest group counts: the rank adds its delivered entries back to its residual,
+and fetches the weights.  For this purpose, a rank remembers its contributions to the last step, in every
+attempt that it completed.
 
 The correction is exact as long as every group contains a rank of the last group that applied a step.
 This is guaranteed if every group has more than half of the ranks.  With smaller groups, two histories
@@ -48,13 +48,13 @@ from sparsync.transports.ledger import Raw
 
 __all__ = ["Entry", "Members", "Verdict", "judge", "rest_of"]
 
-# the number of group changes that a rank may miss; it is fixed, so that the receivers of a brief know
-# its length
+# the number of group changes that a rank may miss; it is fixed, so that the receivers of a ``_brief``
+# know its length
 _PAST: Final = 32
 # the number of attempts at one step for which this rank remembers its contribution, which may take a
 # copy of n elements each
 _ATTEMPTS: Final = 8
-_MEASURED: Final = 10  # steps between measurements of the residual's norm, a pass over n elements
+_MEASURED: Final = 10  # steps between measurements of the residual's norm (a pass over n elements)
 
 
 class Entry(NamedTuple):
@@ -63,11 +63,11 @@ class Entry(NamedTuple):
     # all fields are integers, because an entry is sent as a row of int64
     step: int  # the open step
     history: int  # the attempt that committed the last step; at first a digest of the weights
-    prepared: int  # the attempt whose exchange of the open step this rank completed; 0: none
+    prepared: int  # the attempt at the open step whose exchange this rank completed; 0: none
     behind: int  # 1: this rank is fetching its weights
     leaves: int  # 1: the next step deals its residual; 2: done, the next step is its last
     set_up: int  # a digest of everything that must be equal on all ranks
-    clock: int = 0  # its position in training, for stale ranks
+    clock: int = 0  # this rank's position in training, for stale ranks
     view: int = 0  # serial number of the last group whose roll this rank completed
 
 
@@ -78,7 +78,7 @@ class Verdict(NamedTuple):
         step: the next step to exchange.
         current: ranks whose weights belong to that step, once ``commits`` have committed.
         commits: ranks that must commit the previous step.
-        stale: ranks that missed steps, or come from another history; they start fetching weights.
+        stale: ranks that missed steps, or whose history differs; they start fetching weights.
         donor: the first current rank, preferably one that does not leave; weights are fetched from it.
         there: the first rank that has committed the previous step, even if that rank is behind.
     """
@@ -101,7 +101,7 @@ def judge(entries: Sequence[Entry]) -> Verdict:
     win.
 
     Raises:
-        CheckpointError: the ranks that had the latest weights are gone; the others must not start over.
+        CheckpointError: the ranks that had the latest weights have died; the others must not start over.
 
     Example:
         >>> fresh, ahead = Entry(0, 77, 0, 0, 0, 5), Entry(5, 9, 0, 0, 0, 5)
@@ -112,8 +112,8 @@ def judge(entries: Sequence[Entry]) -> Verdict:
     verdicts = []
     for step, history in dict.fromkeys((entry.step, entry.history) for entry in entries):
         there = {r for r, e in enumerate(entries) if (e.step, e.history) == (step, history)}
-        # these ranks have all data of a step that others have applied, so they apply it and need not
-        # fetch weights
+        # these ranks have all data of a step that other ranks have applied, so they apply the step too
+        # and need not fetch weights
         commits = {
             rank
             for rank, entry in enumerate(entries)
@@ -128,7 +128,7 @@ def judge(entries: Sequence[Entry]) -> Verdict:
             donor = min(current, key=lambda rank: (entries[rank].leaves > 0, rank))
             verdicts.append((view, Verdict(step, *sets, donor, min(there))))
     # A rank commits a step only with the votes of its whole group, so no rank of that group is more than
-    # one step behind it.  A history that ends earlier belongs to ranks that were away, however recent
+    # one step behind it.  A history that ends earlier belongs to ranks that were cut off, however recent
     # their last group is.
     reached = max((verdict.step for _, verdict in verdicts), default=0)
     _, chosen = max(
@@ -150,8 +150,8 @@ class _Part(NamedTuple):
 
     minus: list[Vector]  # by unit; empty if all ranks refused the attempt
     plus: list[tuple[int, slice, Tensor]]  # dealt by leaving ranks
-    deals: bool  # this rank leaves, and the rest of its residuals goes to others
-    scale: float  # of the reducer
+    deals: bool  # this rank leaves, and the rest of its residuals goes to other ranks
+    scale: float  # the reducer's scale
 
 
 class _Last(NamedTuple):
@@ -164,7 +164,7 @@ class _Last(NamedTuple):
 
 @final
 class Members:
-    """One of the ranks that take the open step.
+    """A rank's view of the ranks that take the open step together.
 
     Args:
         reducer: a ``changing`` reducer.  It does not divide its totals; the divisor is ``contributors``.
@@ -175,15 +175,15 @@ class Members:
         attempt: number of the current group, > 0.
         behind: this rank is fetching its weights; until it has them, its gradients do not count.
         first: the lowest rank with current weights.
-        leaving: this rank wants to leave, which takes two steps.  In the first, its residual is dealt to
-            the others.  To the second it contributes nothing, but the commit shows that all ranks have
-            applied the first.
+        leaving: this rank wants to leave, which takes two steps.  In the first step, its residual is
+            dealt to the other ranks.  To the second step it contributes nothing, but the commit shows
+            that all ranks have applied the first.
         left: this rank has left.
         idle: this rank takes part without training until it has left, and cannot serve its weights.
         counts: this rank's gradient counts in the open step.
         deals: this rank's residual is dealt in the open step.
-        clock: the position in training as a number; a stale rank takes over the others' clock.
-        newcomers: ranks whose gradients count from the next step on, but not in this one, with
+        clock: the position in training as a number; a stale rank takes over its peers' clock.
+        newcomers: ranks whose gradients count from the next step on, but not in this step, with
             their donors.
         told: further numbers from all ranks' votes, by rank.
     """
@@ -193,8 +193,8 @@ class Members:
         self.attempt, self.first, self.newcomers = 0, 0, dict[int, int]()
         self.behind = self._ready = self.leaving = self.left = self.idle = False
         # Each pair of a step and an attempt says that this attempt's group committed from that step on.
-        # The first pair stands for the initial weights, so ranks that start from other weights have
-        # another history.
+        # The first pair stands for the initial weights, so ranks that start from different weights have
+        # different histories.
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
         self._parts: dict[int, _Part] = {}  # in the open step, from attempts before the current one
         self._last = _Last(-1, start, {})
@@ -225,17 +225,17 @@ class Members:
 
     @property
     def spent(self) -> bool:
-        """Whether the others have received this rank's residual."""
+        """Whether the other ranks have received this rank's residual."""
         return self._spent
 
     # ---- a step ------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Leave with the next two steps."""
+        """Begin to leave, which takes the next two steps."""
         self.leaving = True
 
     def withdraw(self) -> None:
-        """Leave without further training: the others still get the residual, but no more gradients."""
+        """Begin to leave without further training: peers still get the residual, but no gradients."""
         self.leaving = self.idle = True
         self._ready = False
 
@@ -244,24 +244,24 @@ class Members:
         self.clock = clock
 
     def caught_up(self) -> None:
-        """Record that this rank has taken over the others' weights after the last step."""
+        """Record that this rank has taken over its peers' weights after the last step."""
         self.behind = False
 
     def count_only(self, came: Tensor) -> None:
-        """Before the commit, take ranks out of ``contributors`` unless their gradients ``came``."""
+        """Before the commit, remove ranks from ``contributors`` unless their gradients ``came``."""
         self._present = self._present.clone()
         self._present[:, 0] *= came
 
     async def vote(
         self, facts: Sequence[float] = (), *, donor: int = 0, ready: bool = False
     ) -> None:
-        """Announce that this rank has all data of the open step, and wait for all others to do the same.
+        """Announce that this rank has all data of the open step, and wait until all ranks have done so.
 
         The vote also says whether this rank contributes to the next step, and whether the next step is
         its last.
 
         Args:
-            facts: further numbers for ``told``, equally many on all ranks.
+            facts: further numbers for ``told``; all ranks must give the same number of them.
             donor: the rank from which this rank fetches weights while it is behind.
             ready: this rank has fetched a copy and kept all averages since, so it is no longer behind
                 from the next step on.
@@ -302,8 +302,8 @@ class Members:
         if not applied:
             self._dealt, self.deals = [], False
             if still:
-                # Residuals were not dealt, so leaving ranks deal them in the next step.  They still
-                # count in it, although their votes had announced it as their last
+                # Residuals were not dealt, so leaving ranks deal them in the next step.  These ranks
+                # still count in that step, although their votes had announced it as their last
                 self._next[self._present[:, 1] == 1, :2] = 1.0
         arrived = still and self.behind and self._ready
         if arrived:
@@ -327,7 +327,7 @@ class Members:
         return arrived
 
     def _hand_over(self) -> None:
-        """Drop this rank's residual if it was dealt; add residuals dealt to this rank."""
+        """Drop this rank's residual if it was dealt; add the residuals that were dealt to this rank."""
         if self.deals:
             self._spent = True
             for residual in self.reducer.residuals:
@@ -337,7 +337,9 @@ class Members:
         self._dealt = []
 
     def _applied(self) -> _Part:
-        """Return what applying the open step changes in this rank's residuals, for ``_take_back``.
+        """Return the changes that applying the open step makes to this rank's residuals.
+
+        ``_take_back`` can undo them.
 
         Nothing is copied unless this rank's residual is dealt or a unit was delivered completely.
         """
@@ -347,9 +349,9 @@ class Members:
             # compare types first, as in ``Residual.retain``: reading ``values`` of a vector held in
             # messages decodes the messages
             if type(delivered) is DenseVector and delivered.values is residual.accumulated:
-                # Everything was delivered, and the next gradients will overwrite it.  The copy reuses the
-                # memory of the last step's copy, since that step is final: fresh memory costs more than
-                # the copying itself.
+                # Everything was delivered, and the next gradients will overwrite the buffer.  The copy
+                # reuses the memory of the last step's copy, since that step is final: fresh memory costs
+                # more than the copying itself.
                 former = spare.minus[unit] if spare and spare.minus else None
                 delivered = DenseVector(_copy_of(residual.accumulated, former))
             if self.deals:
@@ -365,7 +367,7 @@ class Members:
         """Return whether all ranks have ended with ``whole`` weights, i.e. none still has to fetch them.
 
         Raises:
-            CommunicationError: a rank is gone, or has not committed the last step.
+            CommunicationError: a rank has died, or has not committed the last step.
         """
         comm = self._those_at_the_end()
         if comm is None:
@@ -374,16 +376,16 @@ class Members:
         return all(map(bool, rows))
 
     async def equalise(self, tensors: Mapping[str, Tensor]) -> None:
-        """At the end, overwrite tensors with those of one rank; wait until all ranks have done so.
+        """At the end, copy one rank's tensors to all ranks; wait until all ranks have them.
 
         Raises:
-            CommunicationError: a rank is gone.
-            ConfigurationError: this rank's tensors have other names or shapes.
+            CommunicationError: a rank has died.
+            ConfigurationError: the names or shapes of this rank's tensors differ.
         """
         comm = self._those_at_the_end()
         if comm is None:
             return
-        # not left to ``equalise_``, whose CommunicationError would make ranks try again
+        # compare names here, because a CommunicationError from ``equalise_`` would make ranks try again
         names = await comm.allgather(
             torch.tensor([number_of(" ".join(tensors))], device="cpu"), "end"
         )
@@ -393,12 +395,12 @@ class Members:
                 "be made equal: another name or shape; register buffers alike on all ranks"
             )
         await equalise_(comm, tensors)
-        # a rank that dies before is noticed by all
+        # if a rank dies before this message, all ranks notice
         await comm.allgather(torch.tensor([1], device="cpu"), "end")
 
     def _those_at_the_end(self) -> Communicator | None:
         """Return the group of all ranks that reach the end; None if this rank does not."""
-        # ranks that leave with this step do not reach the end, and no rank waits for them
+        # ranks that leave with this step do not reach the end, so no rank may wait for them
         leaves = self._present[:, 1].tolist()
         if leaves[self.reducer.comm.rank] == 2:
             return None
@@ -417,14 +419,14 @@ class Members:
         """Deal the residuals of leaving ranks to the staying ranks, one element to each in turn.
 
         Raises:
-            CommunicationError: a rank is gone.
+            CommunicationError: a rank has died.
 
         Cost: n elements sent by each leaving rank.
         """
         comm = self.reducer.channel("roll")
         leaves = self._present[:, 1].tolist()
         stay = [rank for rank, when in enumerate(leaves) if not when]
-        # only record dealt values here: the commit adds them, and after an abandoned attempt they are
+        # only record dealt values here: the commit adds them, and if the attempt is abandoned, they are
         # dealt again
         self._dealt = []
         for leaver in [rank for rank, when in enumerate(leaves) if when == 1 and stay]:
@@ -451,7 +453,7 @@ class Members:
         without another exchange.  ``serial`` grows with every group, unless the lighthouse is restarted.
 
         Raises:
-            CommunicationError: another rank is gone; meet once more.
+            CommunicationError: a further rank has died; call the roll again.
             CheckpointError: see ``judge``.
             ConfigurationError: this rank's set-up differs from that of the ranks that continue.
         """
@@ -475,8 +477,8 @@ class Members:
                 "all ranks"
             )
         if comm.rank in verdict.stale:
-            # take the furthest clock: ranks of this history that have not started the open exchange yet
-            # still report the previous one
+            # use the furthest clock: ranks of this history that have not started the open exchange yet
+            # still report the clock of the previous exchange
             first = entries[verdict.there]
             alike = [e for e in entries if (e.step, e.history) == (first.step, first.history)]
             self.clock = max(entry.clock for entry in alike)
@@ -492,7 +494,7 @@ class Members:
         for rank, entry in enumerate(entries):
             leaves = entry.leaves
             if leaves == 2 and _attempt_of(entry.step - 1, applied, verdict.step) != entry.history:
-                leaves = 1  # the step in which its residual was dealt is not part of this history
+                leaves = 1  # the step in which the rank's residual was dealt is not in this history
             counts = rank in verdict.current and leaves < 2
             rows.append([counts, leaves, verdict.donor, norms.get(names[rank], 0)])
         self._next = torch.tensor(rows, dtype=torch.float64, device="cpu")
@@ -508,7 +510,7 @@ class Members:
         """Plan the open step for the group whose roll was called."""
         self._dealt = []
         self._count(self._next)
-        self._norm = 0.0  # measured again, because the new group has no value
+        self._norm = 0.0  # the next step measures it again, because the new group has no value
         # regroup last, because thresholds, regions and shares are planned for the ranks of this group
         self.reducer.regroup()
 
@@ -538,7 +540,7 @@ class Members:
     # ---- another history ---------------------------------------------------------------------------
 
     def _set_aside(self) -> None:
-        """Remember what the prepared attempt would change here, because some rank may have applied it."""
+        """Remember the changes of the prepared attempt, because a rank may already have applied them."""
         if self._prepared:
             reducer, minus, plus = self.reducer, list[Vector](), [*self._dealt]
             # with NaN or Inf in the totals, any rank that commits this attempt refuses the step
@@ -559,15 +561,15 @@ class Members:
         self._prepared, self._delivered = 0, []
 
     def _adopt(self, position: Position) -> None:
-        """Close the open step; bring the reducer to the others' step and residuals to their history."""
+        """Close the open step; bring the reducer to its peers' step, and residuals to their history."""
         reducer, last = self.reducer, self._last
         closed, step = reducer.step, position.step
         self._set_aside()
         by = _attempt_of(closed, self._past, step) or 0
         part = self._parts.get(by)
         for residual in reducer.residuals:
-            # A step refused because of NaN is undone.  Otherwise its gradients stay in the residual; if
-            # this rank completed the attempt that the others have applied, ``_apply`` subtracts the
+            # A step refused because of NaN is undone.  Otherwise its gradients stay in the residual.  If
+            # this rank completed the attempt that its peers have applied, ``_apply`` subtracts the
             # entries that this attempt delivered.
             refused = part is not None and not part.minus
             broken = part is None and self._is_broken(DenseVector(residual.accumulated))
@@ -577,8 +579,8 @@ class Members:
         if part is not None:
             self._apply(part)
         else:
-            # The others may have applied this rank's last closed step in another attempt.  If so, undo
-            # the changes of this rank's attempt, and make those of the other one.
+            # Peers may have applied this rank's last closed step in a different attempt.  If so, undo
+            # the changes of this rank's attempt, and apply the changes of the peers' attempt.
             holds = _attempt_of(last.step, self._past, step)
             if holds is not None and holds != last.attempt:
                 self._take_back(last.parts.get(last.attempt))
@@ -587,20 +589,20 @@ class Members:
         if step > closed:
             self._last, self._parts = _Last(closed, by, self._parts), {}
         elif step < closed:
-            # the reopened step is the last one that was closed here, or an older one, whose attempts are
-            # forgotten
+            # the reopened step is the last step that was closed here, or an older step, whose attempts
+            # are forgotten
             self._parts = last.parts if step == last.step else {}
             self._last = _Last(-1, 0, {})
 
     def _apply(self, part: _Part | None) -> None:
-        """Update residuals as the commit would, for a step that only the others have applied."""
+        """Update residuals as the commit would, for a step that only this rank's peers have applied."""
         if part is None or not part.minus:
             return
         self._add(part, 1.0)
         self._spent = self._spent or part.deals
 
     def _take_back(self, part: _Part | None) -> None:
-        """Undo a step in the residuals, because the others have not applied it."""
+        """Undo a step in the residuals, because this rank's peers have not applied it."""
         if part is None or not part.minus:
             return
         self._add(part, -1.0)
@@ -627,7 +629,7 @@ class Members:
             self._names, self._present.tolist(), strict=len(self._names) == len(self._present)
         )
         gone = {name: row for name, row in rows if name not in names}
-        # ranks that disappear in their last step have left properly: their residual was dealt before
+        # ranks that disappear in their last step have left properly: their residual was already dealt
         died = {name: row for name, row in gone.items() if row[1] != 2}
         norms = {name: row[3] for name, row in died.items()}
         back = [name for name in names if self._lost.pop(name, None) is not None]
@@ -676,7 +678,7 @@ def rest_of(residual: Residual, delivered: Vector) -> Tensor:
 
 
 def _add_to(residual: Residual, where: slice, values: Tensor) -> None:
-    """Add values to a residual, which may be empty; call this between steps only."""
+    """Add values to a residual, which may be empty; call this only between steps."""
     whole = residual.accumulated
     if residual.value is None:
         whole.zero_()
@@ -685,7 +687,7 @@ def _add_to(residual: Residual, where: slice, values: Tensor) -> None:
 
 
 def _copy_of(values: Tensor, former: Vector | None) -> Tensor:
-    """Return a copy of values, reusing the memory of a former copy if possible."""
+    """Return a copy of values, in the memory of a former copy if possible."""
     fits = type(former) is DenseVector and former.values.shape == values.shape
     if former is None or not fits or former.values is values:
         return values.clone()

@@ -24,14 +24,14 @@ __all__ = ["Membership"]
 class Membership(Presence):
     """One rank's membership in a group whose ranks may join and leave; the model's handle owns it.
 
-    It watches for SIGTERM and lets this rank leave, in its own training steps or between them.  It also
+    On SIGTERM or on request, it lets this rank leave, in its own training steps or between them.  It also
     holds the states that a joining rank takes over.
 
     Args:
         attendance: represents this rank in quorums.
         engine: the handle's engine, on whose thread this rank leaves without training steps.
-        take_part: takes part in the others' steps, on that thread and without training, until this rank
-            has left.  It must not keep the handle alive.
+        take_part: takes part in the other ranks' steps, on that thread and without training, until this
+            rank has left.  It must not keep the handle alive.
         needs_steps: the reason why this rank can leave only in training steps; empty if it can also
             leave between them.
 
@@ -82,8 +82,8 @@ class Membership(Presence):
     def carry(self, **named: Any) -> None:
         """Name further objects whose states a joining rank takes over, e.g. ``scheduler=scheduler``.
 
-        They need ``state_dict()`` and ``load_state_dict()``.  States must be small (64 MiB in all) and
-        consist of plain values and tensors.
+        The objects need ``state_dict()`` and ``load_state_dict()``.  Their states must be small (64 MiB
+        in all) and consist of plain values and tensors.
         """
         for name, one in named.items():
             if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
@@ -98,20 +98,20 @@ class Membership(Presence):
         return {"elastic": self.attendance.members.state()}
 
     def leave(self) -> None:
-        """Leave with the next two steps; the first of them deals the residual to others.
+        """Leave with the next two steps; the first of them deals this rank's residual to other ranks.
 
-        On SIGTERM, the library calls this, and ends the process once this rank has left.  The rank
-        leaves in its own steps or, between them, in the others' steps.
+        On SIGTERM, the library calls this method, and ends the process once this rank has left.  The rank
+        leaves in its own steps or, between them, in its peers' steps.
         """
         self.attendance.members.leave()
 
     # ---- leaving between steps ---------------------------------------------------------------------
 
     def leave_within(self, seconds: float) -> str:
-        """Once this rank's step has ended, take part in the others' steps until it has left.
+        """Once this rank's step has ended, take part in its peers' steps until this rank has left.
 
         Returns:
-            A line that says why this rank has not left; empty if it has left, or if it has not met any
+            A line that says why this rank has not left; empty if it has left, or if it has not joined any
             other rank yet.
         """
         until, members = time.monotonic() + seconds, self.attendance.members
@@ -131,8 +131,8 @@ class Membership(Presence):
 
     def _held_up(self) -> str:
         """Return the reason why this rank cannot leave between steps, or an empty text."""
-        # a rank that fetches this rank's copy needs the rates of this rank's next steps to bring it up
-        # to date
+        # a rank that fetches a copy of this rank's weights needs the rates of this rank's next steps to
+        # bring the copy up to date
         fetched = "another rank is fetching this rank's weights" if self.attendance.offered else ""
         return fetched or self._needs_steps
 
@@ -172,7 +172,7 @@ class Membership(Presence):
         self.turns.unless_leaving(self.attendance.ask)
 
     def check_here(self) -> None:
-        """Refuse another step if this rank has left; replace any new SIGTERM handler of the program."""
+        """Refuse a further step if this rank has left; replace a new SIGTERM handler of the program."""
         self.watch()
         if self.left:
             raise PeerError("this rank has left; end it, or start another one")

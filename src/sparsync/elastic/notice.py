@@ -1,4 +1,4 @@
-"""Leave on SIGTERM, which announces that the machine goes away, before the program's handler runs."""
+"""Leave on SIGTERM, by which a machine announces its end, before the program's handler runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Notice:
     """Handles SIGTERM instead of the program's handler, which gets the signal once the rank has left.
 
     Args:
-        begin: starts leaving, on any thread; returns False if the handle is gone, so that there is no
-            rank to leave.
+        begin: starts leaving, on any thread; returns False if the handle no longer exists, so that there
+            is no rank to leave.
         leave: leaves within the given seconds without the help of the main thread, unless that thread is
             in a step.  It is called on a separate thread.  It returns "", or a line that says why the
             rank has not left.
@@ -38,8 +38,7 @@ class Notice:
     def __init__(self, begin: Callable[[], bool], leave: Callable[[float], str]) -> None:
         self.came = False
         self._start, self._leave = begin, leave
-        # store the bound method once: every access creates another object, which ``is`` would not
-        # recognise
+        # store the bound method once: every access creates a new object, which ``is`` would not recognise
         self._handler = self._receive
         self._former: Any = None
         self._late = False
@@ -102,11 +101,11 @@ class Notice:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
-        """Restore the program's handler, unless it has set another one; only the main thread can."""
+        """Restore the program's handler, unless the program has set a new one; main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._pipe is not None:
-            # if the program has installed its own pipe since then, as asyncio does, put that back
+            # if the program has installed its own pipe since then, as asyncio does, restore that pipe
             other = signal.set_wakeup_fd(-1)
             if other != self._pipe[1]:
                 signal.set_wakeup_fd(other)
@@ -129,7 +128,7 @@ class Notice:
             threading.Thread(target=self._end, name="sparsync-notice", daemon=True).start()
 
     def _end(self) -> None:
-        """Leave; pass the signal on once that is done or the time is up."""
+        """Leave; pass the signal on once this rank has left or the time is up."""
         until = time.monotonic() + _LEAVES
         if words := self._leave(_LEAVES):
             # meanwhile, the main thread's own steps may still complete the departure
@@ -140,7 +139,7 @@ class Notice:
             if words:
                 say(words)
             if signal.getsignal(signal.SIGTERM) is not self._handler:
-                self._over.set()  # a handler set since the last ``watch`` has already had the signal
+                self._over.set()  # a handler set since the last ``watch`` has already got the signal
                 return
             self._late = True
             # wake the main thread, which may be asleep, to pass the signal on

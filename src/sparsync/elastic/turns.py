@@ -17,8 +17,8 @@ class Turns:
     Leaving has a deadline, so no step waits forever.
     """
 
-    # An RLock can be released only by the thread that acquired it.  But a step may begin on autograd's
-    # thread, with its first gradient, and end on the training thread.  Hence a plain lock and a flag.
+    # This uses a plain lock and a flag, because an RLock can be released only by the thread that acquired
+    # it.  A step may begin on autograd's thread, with its first gradient, and end on the training thread.
     def __init__(self) -> None:
         self._lock, self._training = threading.Lock(), False
 

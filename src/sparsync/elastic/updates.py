@@ -1,9 +1,8 @@
 """Exchange updates among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
 Before every exchange, the ranks ask torchft's manager for a quorum; between exchanges, they are
-independent.  A rank that joins takes part in the others' current exchange, with no changes of its own,
-and adopts their count of local steps.  Once it has caught up with the shared weights, it trains from
-them.
+independent.  A joining rank takes part in its peers' current exchange, without contributing changes, and
+adopts their count of local steps.  Once it has caught up with the shared weights, it trains from them.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class _Densities(Warmup):
         return None if self.everything.is_set() else super().density(step, final)
 
     def deliver(self, everything: bool) -> bool:
-        """Make the next exchange deliver everything, or select; return whether that is a change."""
+        """Make the next exchange deliver everything or select entries; return whether this changed."""
         changes = self.everything.is_set() != everything
         (self.everything.set if everything else self.everything.clear)()
         return changes
@@ -169,8 +168,8 @@ class PresentUpdateRanks(UpdateRanks):
     ) -> None:
         me = weakref.ref(self)
 
-        # the outer engine must not refer to its owner: a reference cycle would keep a dropped model
-        # alive
+        # the outer engine must not refer to its owner, because the reference cycle would keep a dropped
+        # model alive
         def here() -> PresentUpdateRanks:
             ranks = me()
             assert ranks is not None
@@ -205,8 +204,8 @@ class PresentUpdateRanks(UpdateRanks):
         )
         self.membership = Membership(self.attendance, self._engine, weakly(self._take_part))
         self._phase, self._began_at = _LOCAL, 0
-        # When this rank leaves, it continues with these copied weights, because the program keeps the
-        # model.  They are held here, because the engine's reference is weak
+        # When this rank leaves, it continues with this copy of the weights, because the program keeps the
+        # model.  The copy is held here, because the engine's reference is weak
         self._copied: Weights | None = None
         self._knows = False  # whether the program was told that this rank has left
         # set once this rank has caught up: the donor's further states, and its copy
@@ -225,17 +224,17 @@ class PresentUpdateRanks(UpdateRanks):
             self.membership.ask()
 
     def before_step(self) -> None:
-        """Until ``step`` ends, keep a departure from reading weights that the optimizer is writing."""
+        """Until ``step`` ends, block a departure, which would read weights that the optimizer writes."""
         self.membership.turns.take()
 
     def _join(self, step: Callable[[], None]) -> None:
-        """Meet the others; if they are ahead, take part in their current exchange."""
+        """Join the other ranks; if they are ahead, take part in their current exchange."""
         attendance = self.attendance
         self._engine.submit(attendance.join).result()
         if not attendance.members.behind:
             return
-        # the others' exchange waits for all members of the quorum, so this rank joins it now, not
-        # after its own first local step
+        # the peers' exchange waits for all members of the quorum, so this rank joins it now, not after
+        # its own first local step
         steps, phase = divmod(attendance.members.clock, _PHASES)
         self.outer.go_on_from(steps)
         self._began_at = steps
@@ -269,8 +268,8 @@ class PresentUpdateRanks(UpdateRanks):
             PeerError: this rank has left.
         """
         with self.membership.turns.step():
-            # This rank left between two steps of the program, which could not know.  So this step is not
-            # exchanged, and only the next one is refused.
+            # This rank left between two steps, and the program does not know yet.  Therefore this step is
+            # not exchanged, and only the next step is refused.
             if self.membership.gone and not self._knows:
                 self._knows = True
                 yield False
@@ -281,7 +280,7 @@ class PresentUpdateRanks(UpdateRanks):
             self._after_exchange()
 
     def finish(self) -> None:
-        """Exchange all that is left, and wait until all ranks have done so."""
+        """Exchange everything that is left, and wait until all ranks have done so."""
         with self.membership.turns.step():
             self._finish_all()
 
@@ -291,7 +290,7 @@ class PresentUpdateRanks(UpdateRanks):
         with self._reducer.comm.ledger.outside_steps():
             if not self.membership.left and self._phase == _LOCAL:
                 self._conclude()
-            # from here on, the roll tells a rank that resumes after a stall that training is over
+            # from here on, a rank that resumes after a stall learns from the roll that training is over
             self.attendance.members.tell_clock(self.outer.steps * _PHASES + _OVER)
             parts = self._copy, self._take, self._others
             self._engine.submit(lambda: self.attendance.end(*parts)).result()
@@ -300,7 +299,7 @@ class PresentUpdateRanks(UpdateRanks):
             self.outer.hide_residuals(range(1))
 
     def _take(self, copy: bytearray) -> None:
-        """Load the copy of another rank, after the last exchange."""
+        """Load a copy of a peer's state, after the last exchange."""
         state = self._opened(copy)
         self.outer.catch_up(state["memory"])
         self._load(state)
@@ -311,7 +310,7 @@ class PresentUpdateRanks(UpdateRanks):
             one.load_state_dict(its)
         with torch.no_grad():
             for name, tensor in self._others().items():
-                # a buffer has another name if it has grown on only one of the two ranks
+                # names contain shapes, so the names differ if a buffer has grown on only one of the ranks
                 if name in state["others"]:
                     tensor.copy_(state["others"][name])
 
@@ -327,7 +326,7 @@ class PresentUpdateRanks(UpdateRanks):
 
     def _carry(self, exchange: Begin) -> Awaitable[None]:
         # read rates and make the copy here, on the training thread and before the exchange is queued: no
-        # optimizer steps now, so both describe the same moment
+        # optimizer steps at this moment, so both describe the same state
         self._rates = rates_of(self.outer.optimizers)
         self._note_begin()
         self.attendance.offer(self._copy)
@@ -350,7 +349,7 @@ class PresentUpdateRanks(UpdateRanks):
         self.attendance.members.tell_clock(self._began_at * _PHASES + self._phase)
 
     def _go_on(self) -> None:
-        """Continue from the others' position, if this rank was stale."""
+        """Continue from the peers' position if this rank was stale."""
         # add the difference to the current count, because with ``delay`` this rank has made local steps
         # since the exchange started
         steps, phase = divmod(self.attendance.members.clock, _PHASES)
@@ -378,7 +377,7 @@ class PresentUpdateRanks(UpdateRanks):
     # ---- leaving between steps, on the engine's thread ---------------------------------------------
 
     def _take_part(self) -> None:
-        """Take part in the others' exchanges, without training, until this rank has left."""
+        """Take part in the other ranks' exchanges, without training, until this rank has left."""
         weights, noise, outer = self._go_apart(), self._weights.noise, self.outer
         # sample gradients only once, because this rank computes no new ones
         sampled = noise is None
@@ -429,7 +428,7 @@ class PresentUpdateRanks(UpdateRanks):
             await attendance.agree(self._told)
 
         def missed() -> bool:
-            # a stale rank accumulates zeros here, because the roll has put its changes into the residual
+            # a stale rank accumulates zeros here: the roll has already put its changes into the residual
             self._accumulate_all(deltas)
             return True
 
@@ -443,32 +442,32 @@ class PresentUpdateRanks(UpdateRanks):
             averages = attendance.commit()
         except NonFiniteGradientError:
             reducer.skip()
-            # the refusal returns all ranks to the shared weights; a rank that has caught up gets the
-            # others'
+            # after a refusal, all ranks return to the shared weights; a rank that has just caught up
+            # first gets these weights here
             if attendance.close(step, applied=False):
                 self._arrive(step)
             return None
         for average, delta in zip(averages, deltas, strict=True):
             average.write_to_(delta)
         if members.behind and attendance.catch_up is not None:
-            # cloned, because the outer step overwrites the averages
+            # clone the averages, because the outer step overwrites them
             kept = [delta.clone() for delta in deltas]
             attendance.catch_up.log[step] = kept, self.outer.momentum_of(exchange)
         if attendance.close(step, applied=True):
             self._arrive(step)
-            # the new shared weights replace this rank's own, whose local steps started from other weights
+            # the new shared weights replace this rank's own weights, which began from different weights
             exchange.replace()
         return [DenseVector(delta) for delta in deltas]
 
     def _accumulate_all(self, deltas: Sequence[Tensor]) -> None:
-        """Accumulate this rank's changes, or zeros if its weights are not the others' weights."""
+        """Accumulate this rank's changes, or zeros if its weights are not those of its peers."""
         members, reducer = self.attendance.members, self._reducer
         phase = members.clock % _PHASES
         if phase == _OVER:
             raise PeerError(
                 f"{reducer.place}: the others ended training while this rank was away; end this rank too"
             )
-        # after a roll, this rank follows the others' phase: deliver everything, or select entries
+        # after a roll, this rank follows its peers' phase: deliver everything, or select entries
         if self._densities.deliver(everything=phase == _LAST):
             reducer.open()
         for unit, delta in enumerate(deltas):
@@ -484,7 +483,7 @@ class PresentUpdateRanks(UpdateRanks):
         assert catch_up.copy is not None
         begin, raw = catch_up.copy
         state = self._opened(raw)
-        # Repeating the others' operations in the same order gives the same bits.  All ranks refused the
+        # Repeating the peers' operations in the same order gives the same bits.  All ranks refused the
         # exchanges that are missing from the log
         logged = [catch_up.log[done] for done in range(begin, step) if done in catch_up.log]
         self.outer.catch_up(state["memory"], logged)
@@ -495,21 +494,22 @@ class PresentUpdateRanks(UpdateRanks):
                 "differ from theirs; run all ranks on the same kind of processor, and the same "
                 "build of torch"
             )
-        if (noise := self._weights.noise) is not None:  # its random signs must match the others'
+        # the random signs of ``noise`` must match the peers' signs
+        if (noise := self._weights.noise) is not None:
             noise.load_state_dict(extras["noise"])
         self._arrival = extras, state
 
     def _copy(self) -> memoryview:
-        """Return this rank's state before the open exchange, with its moments in 16 bits."""
+        """Return a copy of this rank's state before the open exchange, with moments in 16 bits."""
         states = [_narrow(one.state_dict()) for one in self.outer.optimizers]
         others = {name: tensor.detach() for name, tensor in self._others().items()}
         content = {"memory": self.outer.memory, "optimizers": states, "others": others}
         return memoryview(packed(sealed("elastic updates", content)))
 
     def _opened(self, raw: bytearray) -> dict[str, Any]:
-        """Return the content of a copy made by another rank."""
+        """Return the content of a copy that a peer has made."""
         optimizers = Each((Mapping,) * len(self.outer.optimizers))
-        # momentum exists only after the first exchange, so the donor may have it while this rank does
+        # momentum exists only after the first exchange, so the donor may have it even if this rank does
         # not
         memory = Fields({"shared": like(self.outer.memory["shared"])}, {"momentum": Tensor})
         content = Fields({"memory": memory, "optimizers": optimizers, "others": Mapping})
@@ -526,7 +526,7 @@ class PresentUpdateRanks(UpdateRanks):
 
 
 def _narrow(state: Any) -> Any:
-    """Return a state with its vectors in 16 bits, which suffices: moments differ between ranks anyway."""
+    """Return a state with its vectors in 16 bits; moments differ between ranks, so this suffices."""
     # scalars, such as Adam's step count, keep their dtype: bfloat16 can only count to 256
     if isinstance(state, Tensor):
         wide = state.dtype in (torch.float32, torch.float64) and state.numel() > 1

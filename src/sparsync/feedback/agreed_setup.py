@@ -23,7 +23,7 @@ def agree_on_reducer(reducer: Reducer, **settings: object) -> None:
     """Compare the set-up of a reducer, and further settings, across all ranks.
 
     Raises:
-        PeerError: the set-ups differ; the message names the first difference, and the ranks.
+        PeerError: the set-ups differ; the message names the first difference and the ranks.
     """
     run(agree(reducer.comm, _facts(reducer, settings)))
 
@@ -42,8 +42,8 @@ def number_of(text: str) -> int:
 
 def _facts(reducer: Reducer, settings: Mapping[str, object]) -> dict[str, object]:
     parameters = [(slot.name, slot.size) for unit in reducer.units for slot in unit.slots]
-    # Only the first difference is reported, so causes come before their consequences: another algorithm
-    # also has other selectors and collectives, and other parameters make other units.
+    # Only the first difference is reported, so causes come before their consequences: if algorithms
+    # differ, so do selectors and collectives; if parameters differ, so do units.
     return {
         "the version of the saved state": STATE_VERSION,
         "the algorithm": reducer.algorithm.name,

@@ -1,7 +1,7 @@
 """Detect weights that something other than a step has changed, e.g. a checkpoint loaded after ``attach``.
 
-An update is a difference of weights.  Weights loaded on one rank would therefore be delivered to the
-others as if they were an update.
+An update is a difference of weights.  If one rank loads weights, the difference from its old weights
+would therefore be delivered to its peers as an update.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from sparsync.units import local_of
 __all__ = ["Changes", "Undone", "begin_together"]
 
 _SAMPLED: Final = 8  # number of parameters, the largest ones, from which elements are sampled
-_ELEMENTS: Final = 64  # number of samples from each
-# Weights count as replaced if they changed by more than ``_FAR`` of their norm, which is farther than any
-# step, and more than ``_TURNED`` of their elements changed sign.  Clipping, masks and projections may
-# change weights as much, but they hardly change any sign.
+_ELEMENTS: Final = 64  # number of elements sampled from each parameter
+# Weights count as replaced if they changed by more than the fraction ``_FAR`` of their norm, which no
+# step does, and if more than the fraction ``_TURNED`` of their elements changed sign.  Clipping, masks
+# and projections may change weights as much, but they change hardly any signs.
 _FAR: Final = 0.1
 _TURNED: Final = 0.01
-# An exchange counts as undone if the next step begins closer to the weights before it, by this factor.
-# In nine trainings of 200 steps on 2 ranks, two of them with different data on each rank, the factor was
-# 0.22 or more; where copies were written into the model, it fell to between 0.006 and 0.08.
+# An exchange counts as undone if the next step begins closer to the weights before the exchange than to
+# the weights after it, by this factor.  In nine trainings of 200 steps on 2 ranks, two of them with
+# different data on each rank, the factor was 0.22 or more.  Where copies were written into the model, it
+# fell to between 0.006 and 0.08.
 _UNDONE: Final = 0.1
-# Ranks that exchange nothing drift apart, so changes grow; where ranks only disagree, they do not.
+# If exchanges have no effect, ranks drift apart, and the changes by exchanges grow by this factor.  If
+# ranks only disagree, the changes do not grow.
 _GROWN: Final = 4.0
-_TIMES: Final = 10  # in a row
+_TIMES: Final = 10  # exchanges in a row that must be undone
 
 
 @final
@@ -52,7 +54,7 @@ class Changes:
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
         found = sorted(parameters.items(), key=lambda item: item[1].numel(), reverse=True)
-        # all of one dtype and device, so that the samples can be concatenated without further copies
+        # all have the same dtype and device, so that the samples can be concatenated without more copies
         alike = [
             n for n, p in found if (p.dtype, p.device) == (found[0][1].dtype, found[0][1].device)
         ]
@@ -77,7 +79,7 @@ class Changes:
     def differ(self) -> bool:
         """Return whether any sampled element has changed."""
         now, before = self.some(), self._sample
-        # torch.equal would report a NaN that was already there as a change
+        # torch.equal would report a NaN as a change even if it was there before
         return not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
 
     def replaced(self) -> bool:
@@ -101,10 +103,10 @@ class Changes:
 
 @final
 class Undone:
-    """Detects a program that writes weights of its own over those that exchanges have left.
+    """Detects a program that overwrites the weights after exchanges, so that exchanges have no effect.
 
-    Then ranks exchange in vain, in silence: a program may step copies of the weights, e.g. in fp32, and
-    copy them into the model.
+    For instance, a program may step copies of the weights, e.g. in fp32, and copy them into the model.
+    Nothing else would reveal this.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -113,13 +115,13 @@ class Undone:
         self._first, self._times = 0.0, 0
 
     def before(self) -> bool:
-        """Note the weights before an exchange; return whether the former ones were undone, for long."""
+        """Record the weights before an exchange; return whether many earlier exchanges were undone."""
         now = self._changes.some()
         change, from_before, from_after = (
             float(torch.linalg.vector_norm(difference))
             for difference in (self._after - self._before, now - self._before, now - self._after)
         )
-        if change:  # otherwise no exchange has landed
+        if change:  # otherwise no exchange has been applied
             self._first = self._first or change
             undone = from_before < _UNDONE * from_after and change > _GROWN * self._first
             self._times = self._times + 1 if undone else 0
@@ -127,7 +129,7 @@ class Undone:
         return self._times >= _TIMES
 
     def after(self) -> None:
-        """Note the weights after an exchange."""
+        """Record the weights after an exchange."""
         self._after = self._changes.some()
 
 
@@ -140,7 +142,7 @@ def begin_together(
         comms: the replicas of this part of the model and, if it is split, the parts of this replica.
         loaded: whether this rank's weights have changed since ``attach``.
         own: this rank's weights.
-        since: for messages, the last event that set this rank's weights: "attach", or a later load.
+        since: for messages, the event that last set this rank's weights: "attach", or a later load.
 
     Raises:
         PeerError: ranks have loaded different weights, or only some have loaded any; raised on all
@@ -149,9 +151,9 @@ def begin_together(
     Cost: an allgather of 8 bytes, plus the cost of ``worst`` if a replica is split over ranks, and the
     cost of ``digest`` if ``loaded``.
     """
-    # In a first round, replicas of this part compare weights.  In a second round, all parts of this
-    # replica take the worst outcome.  An error of the first round must wait until the second: a part that
-    # raised immediately would leave the others waiting.
+    # In the first round, replicas of this part compare weights.  In the second round, all parts of this
+    # replica adopt the worst outcome.  An error in the first round is raised only after the second: a
+    # part that raised immediately would leave the others waiting.
     failure: PeerError | None = None
     what = f"the weights that were loaded after {since}"
     try:

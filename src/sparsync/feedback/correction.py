@@ -32,9 +32,9 @@ class Correction:
     """Clipping, weight decay and momentum, applied to a local gradient before it is accumulated.
 
     The optimizer must then be plain SGD, so that momentum and decay are not applied twice (``attach``
-    checks the optimizer that it is given).  A parameter that no rank used in a step
-    (``find_unused_parameters``) still decays and is still changed by its velocity; torch's SGD would
-    skip it.
+    checks the optimizer that it is given).  If no rank used a parameter in a step
+    (``find_unused_parameters``), decay and velocity still change the parameter; torch's SGD would skip
+    it.
 
     Attributes:
         momentum: m in [0, 1).
@@ -42,13 +42,13 @@ class Correction:
             m U + g; V = V + U``.
         masking: reset the velocity of delivered entries (momentum factor masking).
             Parameters that are exchanged whole (dense warm-up, small layers) keep their velocity, because
-            their entries were never late.
+            their entries are never late.
         weight_decay: ``g = g + weight_decay w``.
         clip: maximum norm of the *averaged* gradient, without a GradScaler's factor; None for no
             clipping.  The average of P independent local gradients of norm x has norm ``x / sqrt(P)``.
-        clip_norm: the norm by which gradients are clipped.  With "this", the norm of the present step:
-            the exchange must then wait for all gradients, so that nothing overlaps with the backward pass
-            (RedSync's scheme for RNNs).  With "previous", the norm of the last step.
+        clip_norm: the norm by which gradients are clipped.  "this" uses the norm of the current step.
+            The exchange must then wait for all gradients, so nothing overlaps with the backward pass
+            (RedSync's scheme for RNNs).  "previous" uses the norm of the last step.
 
     Differs from the paper: decay reaches the residual (Algorithm 4, line 9, adds it to a gradient that
     lines 12 to 18 do not use).  Nesterov momentum is torch's.  Masking spares parameters that are
@@ -119,8 +119,8 @@ class Corrector:
             wide = torch.promote_types(unit.dtype, torch.float32)
             size = unit.size if correction.momentum else 0
             self.velocities.append(torch.zeros(size, dtype=wide, device=unit.device))
-        # A step writes to this second buffer, and a commit swaps the two. A refused step is not swapped,
-        # and so undone exactly. The price is 2 n elements in all.
+        # A step writes to this second buffer, and a commit swaps the two. If the step is refused, nothing
+        # is swapped, so the step is undone exactly. The price is 2 n elements in all.
         self._next = [torch.zeros_like(velocity) for velocity in self.velocities]
 
     @property
@@ -212,8 +212,9 @@ def _sent(selected: Vector, delivered: SparseVector) -> Tensor:
     """Return the indices of delivered entries that this rank has selected itself."""
     # ``delivered`` also holds entries that the rank takes back into its residual (``collective.less``).
     # These are rounding errors of sums that it owns, and sums that it has dropped.  In such a sum, other
-    # ranks' entries may outweigh its own, which the opposite sign reveals.  From a whole vector, nothing
-    # is taken back; it must not be read, because its memory may hold the new residual by now.
+    # ranks' entries may outweigh its own, which the opposite sign reveals.  If ``delivered`` is a whole
+    # vector, nothing was taken back.  It must then not be read, because its memory may already hold the
+    # new residual.
     if not isinstance(selected, SparseVector) or not delivered.nnz:
         return delivered.indices
     at = torch.searchsorted(delivered.indices, selected.indices).clamp_(max=delivered.nnz - 1)

@@ -57,9 +57,9 @@ class Reducer:
     ``commit`` or ``refuse``.
 
     ``xi_period`` is the number of steps between measurements of Assumption 1's xi (default: never).
-    ``consensus`` asks other ranks that must agree to a step, and ``sink`` receives the numbers of each
-    step.  With ``changing``, ranks may join and leave; see ``regroup``.  With ``on_host``, residuals that
-    are read in runs live in host memory.
+    ``consensus`` decides on a step together with ranks that hold other parts of the replica, and ``sink``
+    receives the numbers of each step.  With ``changing``, ranks may join and leave; see ``regroup``.
+    With ``on_host``, residuals that are read in runs live in host memory.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Reducer:
         if sink is not None or xi_period is not None:
             start = warmup.steps if warmup and not warmup.densities else 0
             self.monitor = Monitor(comm, self.units, sink, xi_period, start)
-        # None once growth was reported
+        # None once growth has been reported
         self.growth = Growth(math.ceil(1 / density)) if density else None
         self.notice = ""  # a message for the user, to be shown once
         self.reduced: dict[int, Reduced] = {}  # results of the open step, by unit
         self._later: dict[int, DenseVector] = {}  # accumulated gradients computed in runs, by unit
         self._selected: dict[int, Vector] = {}  # for masking, by unit, until the step is closed
-        # results that were applied, by unit; None if that was before a state was saved and loaded
+        # results that were applied, by unit; None if a state was saved and loaded since then
         self._committed: dict[int, Reduced | None] = {}
         self.lost: list[Vector] = []  # rounding errors of the last step that no rank keeps
         self.open()
@@ -127,15 +127,15 @@ class Reducer:
 
     @property
     def place(self) -> str:
-        """The open step, as named in errors: the exchange, and the local step if it differs."""
+        """The open step as error messages name it: the exchange, and the local step if it differs."""
         return self.comm.ledger.place(self.step)
 
     def channel(self, use: int | Use) -> Communicator:
-        """Return the channel of a unit, or of another kind of exchange."""
+        """Return the channel of a unit, or of another use (``Use``)."""
         return channel_of(self.comm, use)
 
     def move_to(self, comm: Communicator) -> None:
-        """Use another communicator of the same ranks from now on, e.g. in a new simulation."""
+        """From now on, use this communicator of the same ranks, e.g. in a new simulation."""
         self.comm = comm
 
     @property
@@ -148,7 +148,7 @@ class Reducer:
         self._committed = dict.fromkeys(units)
 
     def resume(self, step: int, skipped: int) -> None:
-        """Continue with other counts, e.g. of a saved state; call ``open`` next to plan the step."""
+        """Continue with these counts, e.g. from a saved state; call ``open`` next to plan the step."""
         self.step, self.skipped = step, skipped
 
     def set_scale(self, scale: float) -> None:
@@ -156,7 +156,7 @@ class Reducer:
         self.scale = scale
 
     def overflow(self) -> None:
-        """Treat the open step's gradients as Inf: it reaches every total, so all ranks refuse it."""
+        """Treat the open step's gradients as Inf, which reaches every total, so all ranks refuse it."""
         self.overflows = True
 
     def accumulate(
@@ -246,9 +246,10 @@ class Reducer:
         (then call ``refuse``).  With ``propagate_nonfinite``, the step is skipped instead, and NaN is
         returned for every element.
         """
-        # Everything up to ``prepare`` may fail, because nothing is changed yet, and the step can still be
-        # refused.  Nothing after it waits for another rank.  NaN and Inf are always selected, and totals
-        # are bit-identical, so ranks that see the same totals decide alike without a message.
+        # Everything up to ``prepare`` may fail, because nothing has changed yet, and the step can still
+        # be refused.  The code after ``prepare`` waits for no other rank.  NaN and Inf are always
+        # selected, and totals are bit-identical, so ranks with the same totals make the same decision
+        # without a message.
         chosen = range(len(self.units)) if units is None else units
         reduced = {unit: self.reduced[unit] for unit in chosen}
         totals = [result.total for result in reduced.values()]
@@ -258,8 +259,8 @@ class Reducer:
             if not propagate_nonfinite:
                 raise proposal.refusal(broken)
             self.skip()
-            # All gradients become NaN, not only the broken one: another optimizer whose gradients stayed
-            # finite would otherwise apply mass that the restored residuals still hold.
+            # All gradients become NaN, not only the broken one.  Otherwise, if there are several
+            # optimizers, one with finite gradients would apply mass that restored residuals still hold.
             return [DenseVector(torch.full_like(r.accumulated, torch.nan)) for r in self.residuals]
         if prepare is not None:
             prepare()
@@ -293,7 +294,7 @@ class Reducer:
 
     def refuse(self) -> None:
         """Undo everything that is not committed: restore the state, and zero the gradients' memory."""
-        # in committed units no gradient is pending, so ``restore`` changes nothing there
+        # committed units have no pending gradients, so ``restore`` does not change them
         for residual in self.residuals:
             residual.restore()
         if self.corrector:
@@ -306,15 +307,15 @@ class Reducer:
         self._committed = committed
 
     def regroup(self, position: Position | None = None) -> None:
-        """Continue with other ranks, after ranks have joined or left the communicator.
+        """Continue after ranks have joined or left the communicator.
 
         Only ``elastic`` calls this, on a reducer that is ``changing``.  The accumulated gradients of
-        the open step are exchanged again.  If the others are at another ``position``, this rank closes
-        the open step, and its gradients stay in the residuals, unless they were already undone
+        the open step are exchanged again.  If this rank's peers are at a different ``position``, this
+        rank closes the open step.  Its gradients then stay in the residuals, unless they were undone
         (``Residual.restore``).
 
-        Collectives are reset on all ranks, because boundaries and global thresholds depend on who takes
-        part.  Selectors are local and keep their states.
+        Collectives are reset on all ranks, because boundaries and global thresholds depend on the set of
+        ranks.  Selectors are local and keep their states.
         """
         assert self._changing, "Reducer(..., changing=True)"
         if position is not None:
@@ -357,7 +358,7 @@ class Reducer:
     ) -> list[Vector]:
         """Run a whole step, or only some units of a step.
 
-        Each unit's flat gradient is overwritten by its average.  ``weights`` are needed for weight
+        Each unit's flat gradient is overwritten with its average.  ``weights`` are needed for weight
         decay.
         """
         chosen = range(len(self.units)) if units is None else units
@@ -394,7 +395,7 @@ class Reducer:
         self.open()
 
     def _watch(self) -> None:
-        """Leave a notice, once, if thresholds show that residuals grow too fast."""
+        """Set a notice for the user, once, if thresholds show that residuals grow too fast."""
         # The ratio of residual norm to gradient norm is no indicator: it is 5 to 900 in healthy
         # runs, and a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds
         # all entries in the residual.  Selectors know it already, so it costs neither a pass nor a wait

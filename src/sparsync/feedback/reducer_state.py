@@ -41,7 +41,7 @@ __all__ = [
 _CURE: Final = "load a state that state_dict() returned"
 _SHOWN: Final = 60  # longest text in a message, in characters
 _MAGNITUDES = ("key", "threshold_key")  # state fields that are keys of magnitudes
-_NAME: Final = "state['reducer']"  # its path in saved states, for errors
+_NAME: Final = "state['reducer']"  # path of a reducer's state in saved states, for errors
 _COUNT: Final = Number(0, whole=True)
 # The fields of a saved state.  All of them are checked before anything is changed.  Selectors and
 # collectives check their own states (``Stateful.parsed_state``).
@@ -137,7 +137,7 @@ def parse_state(reducer: Reducer, state: Mapping[str, Any]) -> ParsedState:
     """Check a saved state against a reducer, without changing the reducer; return the state's parts.
 
     Raises:
-        ConfigurationError: the state is from another algorithm, rank, world size or set of units,
+        ConfigurationError: the state is from a different algorithm, rank, world size or set of units,
             contains NaN or Inf, or is not a state at all.
     """
     check_fields(state)
@@ -157,7 +157,7 @@ async def agree_state(
     *,
     parts: Communicator | None = None,
 ) -> None:
-    """Compare the saved states of all ranks, each of which has validated its own; change nothing.
+    """Compare the saved states of all ranks, each already validated by its own rank; change nothing.
 
     Args:
         comm: the ranks that hold the same part of the model.
@@ -228,7 +228,7 @@ async def _agree(
     try:
         await agree(comm, {f"the {what} of the saved state": step, **common})
     except CommunicationError as error:
-        # raised only later, because the other parts of this replica wait for this part's outcome
+        # the error is raised later, because the other parts of this replica wait for this part's outcome
         failure = error
     divided = [] if parts is None else [parts]
     found = await worst(divided, int(failure is not None), str(failure or ""), "agreement")
@@ -242,7 +242,7 @@ async def _agree(
 
 
 def check_fields(state: object) -> None:
-    """Refuse a value that is not a reducer's state: a field is missing, unknown, or of another type."""
+    """Refuse a value that is not a reducer's state: a field is missing, unknown, or of the wrong type."""
     check_saved(state, _FIELDS, _NAME, _CURE)
 
 
@@ -257,7 +257,7 @@ def _brief(value: object) -> str:
 
 
 def _check_setup(reducer: Reducer, state: Mapping[str, Any]) -> None:
-    """Refuse a state saved in another set-up."""
+    """Refuse a state that was saved in a different set-up."""
     named = {slot.name for unit in reducer.units for slot in unit.slots}
     for what in ("residual", "velocity"):
         unknown = [name for name in state[what] if name not in named]
@@ -396,7 +396,7 @@ def rescale_(reducer: Reducer, scale: float) -> None:
         residual.scale_(factor)
     if reducer.corrector:
         reducer.corrector.rescale_(factor, scale)
-    if reducer.residuals:  # units that share k have one dtype, that of the first
+    if reducer.residuals:  # units that share k have the same dtype
         dtype = reducer.residuals[0].accumulated.dtype
         reducer.plan.take(_moved(reducer.plan.shares, factor, dtype))
     reducer.set_scale(scale)
@@ -435,7 +435,7 @@ def _overflowing(reducer: Reducer, factor: float) -> str:
 
 
 def _moved(state: Any, factor: float, dtype: torch.dtype) -> Any:
-    """Return a state in which all magnitudes are multiplied by ``factor``, also in nested states."""
+    """Return a copy of a state, and of states nested in it, with all magnitudes times ``factor``."""
     if isinstance(state, tuple):
         return tuple(_moved(part, factor, dtype) for part in state)
     if not is_dataclass(state) or isinstance(state, type):

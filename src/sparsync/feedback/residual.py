@@ -31,7 +31,7 @@ class _Piece(NamedTuple):
     """One run of elements that was accumulated in the open step."""
 
     start: int
-    # the gradient's memory, which now holds the old residual, unless that was zero
+    # the gradient's memory, which now holds the old residual, unless the residual was zero
     before: Tensor
 
 
@@ -60,9 +60,8 @@ class Residual:
         # it.
         self.empty = True
         self._pieces: list[_Piece] = []
-        self._later: Runs | None = (
-            None  # the gradients of the open step, if they are accumulated only at its commit
-        )
+        # the gradients of the open step, if they are accumulated only at its commit
+        self._later: Runs | None = None
         # starts, indices and values of the collected entries; None if they were not requested, or if
         # there are too many
         self._found: list[tuple[int, Tensor, Tensor]] | None = []
@@ -127,11 +126,11 @@ class Residual:
         made, residual = self._read(start, stop)
         if residual is None:
             return (made,)
-        # terms must have the same dtype, that of the gradient
+        # both terms must have the gradient's dtype
         return (made, residual) if made.dtype == residual.dtype else (made.add_(residual),)
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Return a run of the gradient, in separate memory, and of the residual, on its device."""
+        """Return a run of the gradient, in separate memory, and the same run of the residual or None."""
         assert self._later is not None
         # the residual may be in host memory, so it is copied once, for the gradient as well
         residual = None if self.empty else self.accumulated[start:stop].to(self._device)
@@ -145,7 +144,7 @@ class Residual:
         if not self._found:
             return None
         for tensor in (tensor for _, *pair in self._found for tensor in pair if tensor.is_cuda):
-            # The memory was allocated on the stream of the backward pass, but is read on this one.
+            # The memory was allocated on the stream of the backward pass, but is read on this stream.
             # Without this call, PyTorch's caching allocator could reuse the memory while it is
             # being read.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -182,9 +181,9 @@ class Residual:
             self.empty = whole
             return
         self._close()
-        # Two vectors of the same identity mean that a dense allreduce in place has put the total into
-        # this very buffer, so nothing is left to subtract from.  The type is tested first, because other
-        # vectors decode messages when ``values`` is read.
+        # If both names refer to the same tensor, a dense allreduce has written the total into this very
+        # buffer, so nothing is left to subtract from.  The type is tested first, because other vectors
+        # decode messages when ``values`` is read.
         if type(delivered) is DenseVector and delivered.values is self.accumulated:
             self.empty = True  # everything was delivered; the buffer will be overwritten
             return
@@ -194,9 +193,9 @@ class Residual:
     def keep(self) -> None:
         """Close the open step with nothing delivered: ``residual = accumulated``.
 
-        ``Reducer.regroup`` calls this if the other ranks are at another step.
+        ``Reducer.regroup`` calls this if the other ranks are at a different step.
         """
-        # an empty residual is no longer empty once gradients were added
+        # an empty residual is no longer empty once gradients have been added
         self.empty = self.empty and not self._pieces
         self._close()
 
@@ -211,7 +210,7 @@ class Residual:
         self._close()
 
     def scale_(self, factor: float) -> None:
-        """Between steps, multiply the residual by ``factor``, the change of the gradients' scale."""
+        """Multiply the residual by ``factor``, the change of the gradients' scale, between steps."""
         if not self.empty:
             self.accumulated.mul_(factor)
 
@@ -281,15 +280,15 @@ class _Accumulated(DenseVector):
 
 @final
 class Growth:
-    """Detects a residual that grows without bound, by the threshold from which entries are selected.
+    """Detects a residual that grows without bound, by the threshold at which entries are selected.
 
     Error feedback delays an entry by about 1 / density steps.  If the learning rate or the momentum is
-    too high for this delay, a correction arrives after its cause is gone: it overshoots, gradients grow,
-    and the residual grows with them.  All entries in the residual are below the threshold, which is
-    known to selectors without another pass.
+    too high for this delay, a correction arrives when its cause no longer exists.  It overshoots,
+    gradients grow, and the residual grows with them.  All entries in the residual are below the
+    threshold, which selectors know without another pass.
 
     Thresholds are averaged, as logarithms, over windows of 1 / density steps.  The first window, in
-    which the residual fills up, is ignored.  After it, the threshold of a healthy run stays constant or
+    which the residual fills up, is ignored.  Afterwards, the threshold of a healthy run stays constant or
     falls with the gradients.  If training diverges, or the residual grows linearly, the threshold rises
     by two octaves over the minimum of the last eight windows.  Slower growth is not reported.
 

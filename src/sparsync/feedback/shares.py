@@ -1,12 +1,12 @@
 """Split k among units, so that all units together select about the global top-k.
 
-When a unit's exchange begins, the magnitudes in the other units are not known yet.  So the unit uses the
-share that, in hindsight, it should have had in the previous step.  To find the shares, all ranks add up
-one small histogram per unit, which counts the entries that they would have liked to select.  The shares
-always sum to k.
+When a unit's exchange begins, the magnitudes in the other units are not known yet.  The unit therefore
+uses the share that, in hindsight, it should have had in the previous step.  To find the shares, all ranks
+add up one small histogram per unit, which counts the entries that they would have liked to select.  The
+shares always sum to k.
 
-In the first steps of a small model, thresholds change fastest.  There, entries selected by shares have
-97 % of the energy of the global top-k on average.  With equal densities, they have less than 90 %
+In the first steps of a small model, thresholds change fastest.  Even then, entries selected by shares
+have 97 % of the energy of the global top-k on average.  With equal densities, they have less than 90 %
 (``tests/claims/test_overlap.py``).
 """
 
@@ -51,8 +51,8 @@ class Sharing:
 
     @staticmethod
     def among(units: Sequence[Unit]) -> Sharing | None:
-        """Let the sparse units share k; return None unless there are several of them, with one dtype."""
-        # magnitudes are compared as integer keys, which depend on the dtype, so all need the same one
+        """Let the sparse units share k; return None unless there are several, all with the same dtype."""
+        # magnitudes are compared as integer keys, which depend on the dtype
         members = [i for i, unit in enumerate(units) if not unit.dense]
         dtypes = {torch.promote_types(units[i].dtype, torch.float32) for i in members}
         return Sharing(units, members, dtypes.pop()) if len(members) > 1 == len(dtypes) else None
@@ -87,7 +87,7 @@ class Sharing:
             counted = reaching(accumulated, max(key, 1), _ROOM * selected.nnz + 64) or selected
         else:
             counted = selected
-        # counted on the device, so that only 128 bytes per unit leave it
+        # count on the device, so that only 128 bytes per unit leave it
         at = torch.tensor(edges(state.key, self.dtype), device=counted.values.device)
         self._histograms[unit] = kernels.count_from(counted.values, at).cpu()
 
@@ -145,8 +145,9 @@ def next_shares(
     """Split k among units by how many of the ``k * world_size`` largest entries each contains.
 
     ``counts`` are the histograms of all units over the edges ``at``, summed over ranks.  Each unit gets
-    at least one entry and at most its size.  If even the smallest counted entry of a unit is among the
-    largest of all, the unit may have had more such entries, so its share may grow up to twofold.
+    at least one entry, and at most all of its elements.  If even the smallest counted entry of a unit is
+    among the largest entries of all units, the unit may have had more such entries.  Its share may then
+    grow up to twofold.
 
     Example:
         >>> state = SharesState((25, 25), key=50)

@@ -24,10 +24,10 @@ Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll
 
 
 def channel_of(comm: Communicator, use: int | Use) -> Communicator:
-    """Return the channel of a unit, or of another kind of message."""
+    """Return the channel of a unit, or of another use (``Use``)."""
     # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol. Units
-    # come last: ranks whose units differ by mistake must still meet on the channel where set-ups are
-    # compared.
+    # come last, so that ranks whose units differ by mistake still use the same channel to compare their
+    # set-ups.
     uses = get_args(Use)
     return comm.channel(len(uses) + use if isinstance(use, int) else uses.index(use))
 
@@ -41,9 +41,9 @@ class UnitPlan(NamedTuple):
     k: int  # number of entries to select
     selector: Selector
     collective: Collective
-    # Entries are collected while they are accumulated: from this magnitude key on, up to a limit on
-    # their number.  ``wanted`` is what the selector alone needs (its ``collect_from``); ``collect`` is
-    # what is done, which also counts entries for the shares.
+    # Entries are collected while they are accumulated.  Both fields hold the magnitude key from which
+    # entries are collected, and a limit on their number.  ``wanted`` is the selector's need (its
+    # ``collect_from``); ``collect`` also includes the entries to be counted for the shares.
     wanted: tuple[int, int] | None
     collect: tuple[int, int] | None
 
@@ -53,7 +53,7 @@ class Plan:
     """Decides, for every step, each unit's k, selector and collective, and which entries to collect.
 
     If ``shared``, the units share the global k in proportion to their large entries, except in warm-up
-    steps with another density.  If ``overwrites``, dense steps sum in the memory of the accumulated
+    steps, whose density differs.  If ``overwrites``, dense steps sum in the memory of the accumulated
     gradient.
     """
 
@@ -111,14 +111,14 @@ class Plan:
             self.units.append(UnitPlan(k, selector, collective, wanted, collect))
 
     def count(self, unit: int, residual: Residual, selected: Vector) -> None:
-        """For the shares, count the entries that a unit would like to select, before they are freed."""
+        """Count the entries that a unit would like to select, for the shares, before they are freed."""
         if self._dividing and isinstance(selected, SparseVector):
             found = residual.collected() if self.units[unit].collect else None
             self._dividing.count(self.shares, unit, residual.accumulated, found, selected)
 
     async def agree(self, channel: Communicator) -> None:
         """Agree on the next step's shares of k, once all units have been counted."""
-        # the new shares wait until the commit, because a refused step is planned again with its old ones
+        # the new shares wait until the commit, because a refused step is planned again with the old ones
         if self._dividing:
             self._next = await self._dividing.agree(self.shares, channel, self._entries())
 
@@ -127,11 +127,11 @@ class Plan:
         self.shares = self._next
 
     def take(self, shares: SharesState) -> None:
-        """Adopt shares, e.g. those of other ranks, between ``commit`` and ``open``."""
+        """Adopt shares, e.g. from a peer, between ``commit`` and ``open``."""
         self.shares = shares
 
     def _entries(self) -> tuple[int, ...]:
-        """Return k of every unit, determined by the density alone."""
+        """Return every unit's k, determined by the density alone."""
         return tuple(unit.entries(self.density) for unit in self._all)
 
 
@@ -142,9 +142,9 @@ class Plan:
 class Proposal:
     """A step that this rank could apply, unless a total contains NaN or Inf.
 
-    Ranks that exchange with each other see the same totals.  As NaN and Inf are always selected, these
-    ranks decide alike without a message.  Ranks that hold other parts of the same replica (shards,
-    pipeline stages) see other totals: a ``Consensus`` asks them before anything is changed.
+    Ranks that exchange with each other see the same totals.  NaN and Inf are always selected, so these
+    ranks make the same decision without a message.  Ranks that hold other parts of the same replica
+    (shards, pipeline stages) see different totals.  A ``Consensus`` asks them before anything changes.
     """
 
     rank: int  # this rank's number among those that exchange with each other

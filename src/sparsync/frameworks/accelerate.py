@@ -55,7 +55,7 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
             f"this {type(model).__name__} is none of the accelerator's {len(prepared)} prepared models; "
             "call model = accelerator.prepare(model) before attach"
         )
-    # the second model's folder is sparsync_1, because Accelerate numbers its files in this way
+    # Accelerate numbers its files in this way, so the second model's folder is sparsync_1
     name = f"sparsync_{prepared.index(True)}".removesuffix("_0")
     how = "start several: torchrun --nproc-per-node 2 ... (accelerate launch starts one on a CPU)"
     check_processes(accelerator.num_processes, "make Accelerator(cpu=True)")
@@ -76,8 +76,8 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
 class _Loading:
     """An ``Accelerator.load_state`` that also resumes attached models, until the last one is closed.
 
-    Accelerate's own hooks are given the folder, but run before the weights are loaded.  So a hook only
-    records the folder, and this replacement of ``load_state`` resumes once the weights are loaded.
+    Accelerate's own hooks receive the folder, but run before the weights are loaded.  Therefore a hook
+    only records the folder, and this replacement of ``load_state`` resumes once the weights are loaded.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

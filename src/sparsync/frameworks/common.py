@@ -44,11 +44,11 @@ def missing(framework: str, error: ImportError) -> ConfigurationError:
 
 
 def replace_method(owner: Any, name: str, method: Any) -> Callable[[], None]:
-    """Replace a method or an attribute of one object; return a function that restores the former one.
+    """Replace a method or attribute of an object; return a function that restores the original.
 
     If other code has replaced it again in the meantime, the function does nothing.
     """
-    # search only the object: a method of its class reappears once the replacement is deleted
+    # search only the object itself: a method of its class reappears once the replacement is deleted
     former = vars(owner).get(name)
     setattr(owner, name, method)
 
@@ -105,7 +105,7 @@ def attach_wrapped(
 
 
 def check_processes(seen: int, cure: str) -> None:
-    """Refuse a framework that overlooks the other processes, as Accelerate does on a CPU.
+    """Refuse a framework that does not see the other processes, as Accelerate does not on a CPU.
 
     Such a framework gives every rank the same batches, so an exchange would be useless.
 
@@ -122,7 +122,7 @@ def check_processes(seen: int, cure: str) -> None:
 
 
 def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
-    """Write this rank's state into a folder of a framework's checkpoint; all ranks call it.
+    """Write this rank's state into a folder of a framework's checkpoint; all ranks must call this.
 
     The file also contains a digest of the weights, because a job may end after writing only this file or
     only the framework's weights.
@@ -137,9 +137,9 @@ def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 
 
 def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
-    """Load the files of ``save_beside``, after the weights were loaded; all ranks call it.
+    """Load the files that ``save_beside`` wrote, after the weights; all ranks must call this.
 
-    The checkpoint of a run without sparsync has no such folder.  In this case, residuals are unchanged,
+    The checkpoint of a run without sparsync has no such folder.  In this case, residuals do not change,
     and a warning says so.
 
     Raises:
@@ -161,7 +161,7 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 
 
 def take_rank_0s(sync: Handle, model: torch.nn.Module, loaded: bool) -> bool:
-    """Give all ranks rank 0's weights and buffers, if rank 0 has ``loaded`` weights; all ranks call it.
+    """Copy rank 0's weights and buffers to all ranks if rank 0 has ``loaded`` any; all must call this.
 
     Returns:
         Whether rank 0 has loaded weights.

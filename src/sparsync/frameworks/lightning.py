@@ -51,9 +51,9 @@ class SparsyncCallback(Callback):
     A module with several optimizers uses manual optimization, and needs
     ``strategy="ddp_find_unused_parameters_true"``.  If gradients are exchanged, every
     ``manual_backward`` is a step, and also delivers residuals to the parameters of the other optimizers.
-    So call ``zero_grad`` after an optimizer's ``step()``; before ``manual_backward``, it would erase
-    what was delivered.  If updates are exchanged, only the last optimizer's steps count as local steps,
-    and the Trainer validates the weights that all ranks share.
+    Therefore call ``zero_grad`` after an optimizer's ``step()``; a call before ``manual_backward`` would
+    erase delivered residuals.  If updates are exchanged, only the last optimizer's steps count as local
+    steps, and the Trainer validates the weights that all ranks share.
 
     Lightning does not pass a checkpoint's path to callbacks, and lets only rank 0 write checkpoints.
     Until ``close()``, the callback therefore replaces the strategy's ``save_checkpoint`` and
@@ -72,7 +72,7 @@ class SparsyncCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the wrapped module, after all states were restored and before any gradient."""
         self._follow(trainer)
-        # refuse a folder outside the file system now, rather than at the first checkpoint
+        # refuse a folder outside the file system here, not only at the first checkpoint
         for checkpoints in trainer.checkpoint_callbacks:
             _folder(getattr(checkpoints, "dirpath", None) or trainer.default_root_dir)
         how = 'give Trainer(strategy="ddp", devices=2)'
@@ -142,7 +142,7 @@ class SparsyncCallback(Callback):
     def _follow(self, trainer: Any) -> None:
         """Save and remove every rank's state with each of the Trainer's checkpoints."""
         strategy = trainer.strategy
-        # a strategy has one callback at most, because two would save and exchange everything twice
+        # a strategy has at most one such callback, because two would save and exchange everything twice
         former = getattr(strategy, _FOLLOWER, None)
         if former is self:
             return
@@ -157,7 +157,7 @@ class SparsyncCallback(Callback):
             if self.sync is None or "callbacks" not in checkpoint:
                 save(checkpoint, filepath, *args, **kwargs)
                 return
-            # ``checkpoint`` refers to the module's tensors, so it changes with them
+            # ``checkpoint`` refers to the module's tensors, so ``_hidden`` also changes the weights in it
             with self._hidden():
                 save_beside(self.sync, self._module, _folder(filepath))
                 save(checkpoint, filepath, *args, **kwargs)

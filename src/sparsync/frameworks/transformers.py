@@ -96,7 +96,7 @@ class SparsyncCallback(TrainerCallback):
     ) -> None:
         """Attach to the wrapped model; resume from the trainer's checkpoint, if any."""
         # Keep the handle for a second train(). Attach again only if the trainer has wrapped the model
-        # anew, or if ``on_train_end`` has closed the handle after the best model was loaded.
+        # again, or if ``on_train_end`` has closed the handle after the best model was loaded.
         model = self._trainer.model_wrapped
         if self.sync is None or model is not self._model:
             if self.sync is not None:
@@ -126,11 +126,11 @@ class SparsyncCallback(TrainerCallback):
         self._training = False
         if self.sync is None:
             return
-        # the argument does not suffice: training may end before the first evaluation
+        # the argument alone does not tell: training may end before the first evaluation
         loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if args.load_best_model_at_end and take_rank_0s(self.sync, self._trainer.model, loaded):
             if isinstance(self.sync, UpdateSync):
-                # the handle would take the loaded weights for a local step, so close it; the next train()
+                # the handle would treat the loaded weights as a local step, so close it; the next train()
                 # attaches again
                 self.sync.close()
                 self._model = None

@@ -1,8 +1,8 @@
 """Find the places of gradients in DDP's buckets and in units, once rather than in every step.
 
 Small parameters that are adjacent in a unit form one run.  DDP's order is roughly the reverse of a
-unit's order. A bucket that contains only small parameters is permuted in place into the unit's order; a
-bucket that also contains large ones keeps a copy of its small ones until the step ends.
+unit's order. A bucket that contains only small parameters is permuted in place into the unit's order. A
+bucket that also contains large parameters keeps a copy of its small ones until the step ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Bucket", "BucketStep", "Places"]
 
 @final
 class Places:
-    """The places of one bucket's gradients in the units; if ``joined``, small ones form runs.
+    """The places of one bucket's gradients in the units; if ``joined``, small parameters form runs.
 
     Raises:
         ConfigurationError: a parameter of the bucket belongs to no unit.
@@ -35,8 +35,8 @@ class Places:
         self, parameters: Sequence[Tensor], place: Mapping[Tensor, Place], *, joined: bool
     ) -> None:
         self.parameters = list(parameters)
-        # Compared on every step, because DDP rebuilds its buckets.  These are identities, because ``==``
-        # would compare elements.
+        # This list is compared on every step, because DDP rebuilds its buckets.  It contains identities,
+        # because ``==`` on tensors compares elements.
         self.identities = [id(parameter) for parameter in parameters]
         self.sizes = [parameter.numel() for parameter in parameters]
         self.strides: dict[int, tuple[int, ...]] = {}  # only for parameters that are not contiguous
@@ -49,8 +49,8 @@ class Places:
                 )
             places.append(place[parameter])
             # DDP's reducer gives a gradient the strides of its parameter if they are dense and do not
-            # overlap, and contiguous strides otherwise.  empty_like keeps dense strides and replaces
-            # others, so a comparison tells which.
+            # overlap, and contiguous strides otherwise.  empty_like follows the same rule, so comparing
+            # its strides with the parameter's shows which case applies.
             dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
             if dense and not parameter.is_contiguous():
                 self.strides[number] = parameter.stride()
@@ -85,8 +85,8 @@ class Bucket:
         """Return a view of a gradient in its parameter's shape and logical order.
 
         A bucket keeps the parameter's strides, so the elements of a channels_last weight are in memory
-        order.  If they were read flat, each would get the weight decay and the saved residual of another
-        element.
+        order.  If they were read flat, each would get the weight decay and the saved residual of the
+        wrong element.
         """
         piece, shape = self._pieces[number], self.places.parameters[number].shape
         strides = self.places.strides.get(number)
@@ -160,7 +160,7 @@ class BucketStep(Step):
 
     def check_complete(self) -> None:
         """Refuse a backward pass that left out parameters."""
-        # this rank would never exchange a unit that lacks a parameter, and its peers would wait for it
+        # this rank would never exchange a unit without all its parameters, and its peers would wait
         if all(n == len(u.slots) for n, u in zip(self.accumulated, self.units, strict=True)):
             return
         here = {name for bucket in self.buckets for name in bucket.places.names}
@@ -179,15 +179,15 @@ class BucketStep(Step):
         """Hand the buckets back to DDP, each in its own layout."""
         for bucket in self.buckets:
             dense = bucket.dense
-            # DDP expects a COO bucket back in COO.  Zero rows are left out, because a sparse optimizer
-            # steps every row that it is given.
+            # If a bucket was in COO, DDP expects COO back.  Zero rows are left out, because a sparse
+            # optimizer steps every row that it is given.
             bucket.future.set_result(dense.to_sparse(1) if bucket.buffer.is_sparse else dense)
 
     def zero_(self) -> None:
         """Zero the gradients of a refused step.
 
-        Their memory holds old residuals, which have served to undo the step, or gradients of this rank
-        alone.  Neither must be applied, but DDP will copy this memory to ``parameter.grad``.
+        Their memory holds old residuals, from which the step was undone, or gradients of this rank alone.
+        Neither may be applied, but DDP will copy this memory to ``parameter.grad``.
         """
         for bucket in self.buckets:
             bucket.dense.zero_()

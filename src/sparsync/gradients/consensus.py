@@ -1,7 +1,8 @@
 """Make one decision for all parts of a replica: shards, pipeline stages, tensor-parallel ranks.
 
-Ranks that exchange with each other see the same totals and decide alike without a message.  Ranks that
-hold other parts of the same replica see other totals, but if one part refuses a step, all parts must.
+Ranks that exchange with each other see the same totals and make the same decision without a message.
+Ranks that hold other parts of the same replica see different totals.  If one part refuses a step, all
+parts must refuse it.
 
 Without DDP, the ranks also agree on the parameters that any of them used.  A gradient must not be None
 on one rank and zeros on another: weight decay and momentum skip None, so replicas would drift apart, and
@@ -40,7 +41,7 @@ class PartsConsensus:
             construct the consensus together.
         keys: a 64-bit number for each parameter of this part, by name.  The order is the same on all
             replicas of the part, and the number is the same on all parts that hold the parameter.  With
-            None, the usage of parameters is not tracked.
+            None, the use of parameters is not tracked.
 
     Attributes:
         used: names of the parameters that have a gradient, once a step is committed.
@@ -75,7 +76,7 @@ class PartsConsensus:
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool, device="cpu")
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self.came = everyone.any(1)
-        # the marks tell only of this part; ``_ask`` sends them to the other parts with the outcome
+        # the marks cover only this part; ``_ask`` sends them to the other parts with the outcome
         self._marks.zero_()
         self._marks[self._places] = everyone.any(0)
 
@@ -96,8 +97,8 @@ class PartsConsensus:
         if broken is not None:  # "propagate" makes every gradient NaN; other policies leave none
             marks = torch.ones_like(marks)
         # A parameter that was not used in this step may still receive a delayed residual, on any part.
-        # All parts have received the same marks, so all of them take this branch, which sends a message,
-        # or none does.
+        # This branch sends a message.  All parts have received the same marks, so either all of them take
+        # it or none does.
         elif not bool(marks.all()):
             mine = torch.zeros_like(marks)
             mine[self._places] = self._delivered(proposal, self._named(~marks))
@@ -107,7 +108,7 @@ class PartsConsensus:
 
     def fail(self, step: int) -> None:
         """Tell the other parts that this part's exchange failed, so that none commits or waits."""
-        # if the other parts are gone as well, the first error is the one to report
+        # if the other parts have died too, only the first error must be reported
         with suppress(CommunicationError):
             self._ask(step, _FAILED, "")
 

@@ -70,7 +70,7 @@ def attach_ddp(model: Any, options: Options) -> GradientSync:
         raise
     pieces = nodes.pieces if nodes else None
     sync = GradientSync(model.module, steps, source, groups, options, pieces)
-    # DDP sends rank 0's weights when it is built.  Weights loaded after that may differ between ranks,
+    # DDP sends rank 0's weights when it is built.  Weights loaded afterwards may differ between ranks,
     # and equal averages would never make such replicas equal again.
     try:
         for comm in sync.communicators:
@@ -95,7 +95,7 @@ def check_ddp(model: Any) -> None:
             "this model was wrapped under torch._dynamo.config.optimize_ddp = 'python_reducer', which "
             "hands gradients over one by one; leave optimize_ddp at its default and wrap again"
         )
-    # DDP's C++ reducer accepts only one hook in its lifetime, and cannot tell whether it has one.
+    # DDP's C++ reducer accepts only one hook in its lifetime, and cannot report whether it has one.
     # ``_comm_hooks`` is DDP's own list of registered hooks; no public method exposes it.
     if model._comm_hooks and CommHook.closed_of(model) is None:
         raise ConfigurationError(
@@ -113,7 +113,7 @@ def check_ddp(model: Any) -> None:
 
 
 def _check_not_nested(model: DistributedDataParallel) -> None:
-    """Refuse parameters whose gradients a DDP module inside the model exchanges as well."""
+    """Refuse parameters whose gradients are also exchanged by a DDP module inside the model."""
     own = {parameter for parameter in model._module_parameters if parameter.requires_grad}
     for name, inner in model.module.named_modules():
         if isinstance(inner, DistributedDataParallel) and own & set(inner._module_parameters):
@@ -152,7 +152,8 @@ class BucketSource(Source):
         # autograd's node on which DDP has hooked the gradient of the first parameter
         self._node = None if not trained else get_gradient_edge(next(iter(trained.values()))).node
         self._seen: list[Any] = []  # the parameters that trained when the model was last checked
-        self._exchanged = False  # the last backward pass was exchanged; no forward pass since
+        # True if the last backward pass was exchanged, and no forward pass has followed
+        self._exchanged = False
         self._begun = 0  # number of backward passes whose exchange has begun
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -190,8 +191,8 @@ class BucketSource(Source):
         """Refuse a model whose parameters have changed since ``attach``; name one that differs."""
         if not torch.is_grad_enabled():  # an evaluation has no backward pass
             return
-        # checked before DDP prepares for a backward pass: if an earlier pass broke off, DDP's own state
-        # may be incomplete
+        # check this before DDP prepares for a backward pass: if an earlier pass broke off, DDP's own
+        # state may be incomplete
         self._steps.reducer.comm.check_whole()
         self._exchanged = False
         model = self._model()
@@ -200,8 +201,8 @@ class BucketSource(Source):
         if (seen := training(model.module)) == self._seen:  # the usual case, on every step
             return
         if substituted(model.module):
-            # functional_call substitutes other tensors for one call.  Their gradients either reach the
-            # parameters, and are exchanged, or belong to the caller.
+            # functional_call replaces parameters with tensors for one call.  Their gradients either reach
+            # the parameters, and are exchanged, or belong to the caller.
             return
         alone = model.parameters_to_ignore
         check_same_parameters(model.module, self._trained, alone=alone, kinds=self._kinds)
@@ -210,9 +211,9 @@ class BucketSource(Source):
             return  # DDP treats frozen or removed parameters as unused and does not wait for them
         present = {p for p in model.module.parameters() if p.requires_grad}
         gone = [name for name, parameter in self._trained.items() if parameter not in present]
-        # if all parameters are gone, no backward pass goes through DDP, so no rank waits
+        # if all parameters were removed, no backward pass goes through DDP, so no rank waits
         if gone and len(gone) < len(self._trained):
-            self._seen = []  # the next forward pass must fail as well
+            self._seen = []  # so that the next forward pass also fails
             raise ConfigurationError(
                 f"'{gone[0]}' was frozen or removed after attach ({len(gone)} parameters in all), and "
                 "DDP would wait for its gradient; wrap and attach again, or build DDP with "
@@ -220,9 +221,9 @@ class BucketSource(Source):
             )
 
     def _check_node(self) -> None:
-        """Refuse parameters whose gradients DDP does not see any more."""
-        # Converting or moving a parameter makes autograd forget the node on which DDP has its hooks, and
-        # converting it back does not restore the node.
+        """Refuse parameters whose gradients DDP no longer sees."""
+        # If a parameter is converted or moved to a device, autograd forgets the node on which DDP has its
+        # hooks.  Converting the parameter back does not restore the node.
         if self._node is None or torch.compiler.is_compiling():
             return
         name, first = next(iter(self._trained.items()))
@@ -249,7 +250,7 @@ class BucketSource(Source):
         model = self._model()
         if not self._exchanged or model is None or not model.require_backward_grad_sync:
             return
-        # Only the end of this backward pass tells whether it is exchanged, because the first bucket may
+        # Whether this backward pass is exchanged is not known until it ends, because the first bucket may
         # come after this gradient.  The flag is cleared so that the check is queued only once per pass.
         self._exchanged, begun = False, self._begun
 
@@ -267,7 +268,7 @@ class BucketSource(Source):
         Variable._execution_engine.queue_callback(check)
 
     def _check_join(self) -> None:
-        """Refuse settings that do not work with ``join()``, on all ranks, whether out of data or not."""
+        """Refuse settings that do not work with ``join()``, on ranks with and without further data."""
         model, correction = self._model(), self._steps.reducer.correction
         if model is None or not model._join_config.enable:
             return
@@ -286,28 +287,28 @@ class BucketSource(Source):
 
     def on_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Accumulate a bucket; submit the exchanges of the units that it completes."""
-        # All ranks must submit exchanges in the same order, or they would deadlock.  DDP makes sure that
-        # they do: all ranks have the same buckets (rank 0's), and gradients may arrive in any order, but
-        # the hook is called in the order of bucket numbers.
+        # All ranks must submit exchanges in the same order, or they would deadlock.  DDP ensures this:
+        # all ranks have the same buckets as rank 0, and DDP calls the hook in the order of bucket
+        # numbers, whatever the order in which gradients arrive.
         if bucket.index() == 0:
             self._open = BucketStep(self._steps.units)
-            self._exchanged = False  # here as well: the hook may come before any gradient
+            self._exchanged = False  # also reset here: the hook may run before any gradient arrives
             self._begun += 1
             self._steps.begin()
             self._check_join()
         this, steps = self._open, self._steps
         future = this.take(Bucket(bucket.buffer(), self._places_of(bucket)))
-        # To clip by the norm of all gradients, all of them must be there before the first is
+        # To clip by the norm of all gradients, all of them must have arrived before the first one is
         # accumulated, so no exchange overlaps with the backward pass.
         complete = self._accumulate(this) if bucket.is_last() or not steps.measures else []
-        # the accumulation was queued on the stream of autograd's thread; the engine's uses another one
+        # the accumulation was queued on the stream of autograd's thread; the engine uses its own stream
         steps.wait_for_gpu()
         for unit in complete:
             steps.launch(this, unit)
         if bucket.is_last():
             this.check_complete()
-            # ``_share`` is a coroutine, which starts after those of all units.  Then follows a callable,
-            # which the engine runs only when every earlier coroutine has ended.
+            # ``_share`` is a coroutine, which starts after the units' coroutines.  The next job is a
+            # callable, which the engine runs only when every earlier coroutine has ended.
             this.jobs.append(steps.engine.submit(self._share(this)))
             finished = steps.engine.submit(lambda: self._finish(this))
             if not call_after_backward(lambda: self._after(this, finished)):
@@ -344,7 +345,7 @@ class BucketSource(Source):
         return complete
 
     async def _share(self, this: BucketStep) -> None:
-        if not this.failed:  # otherwise peers may be gone, and this would wait until its deadline
+        if not this.failed:  # otherwise peers may have died, and this would wait until its deadline
             await self._steps.reducer.share()
 
     def _finish(self, this: BucketStep) -> None:
@@ -364,8 +365,7 @@ class BucketSource(Source):
         self._exchanged = True
         try:
             if not self._steps.settle(this, finished):
-                # None, because an optimizer would make a step even if gradients were zeros, by momentum
-                # and weight decay
+                # None, because with zero gradients, momentum and weight decay would still change weights
                 for parameter in self._place:
                     parameter.grad = None
                 return
@@ -381,15 +381,15 @@ class BucketSource(Source):
 
 
 def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Write averages to parameters that no rank used in this step, but for which residuals arrived.
+    """Write averages to parameters that no rank used in this step, but that receive residuals.
 
     DDP does not touch the gradients of such parameters (``find_unused_parameters``, ``static_graph``).
     The delivered mass has already left the residuals, so it would be lost if it were dropped here.
     """
     for parameter, average in averages:
         if not parameter.requires_grad:
-            # The parameter was frozen since.  With a gradient, momentum and decay would change it, so its
-            # residual is dropped.
+            # The parameter has been frozen since.  With a gradient, momentum and decay would change it,
+            # so its residual is dropped.
             continue
         average = average.view(parameter.shape)
         # if nothing arrived, None stays, as in plain DDP, so that optimizers skip the parameter

@@ -72,7 +72,7 @@ def grid_of(
                 f"hierarchy='node' needs LOCAL_WORLD_SIZE, the ranks per machine, as torchrun sets it; "
                 f"it is {size!r}: set it, or give a mesh (nodes, ranks of a node) instead"
             )
-        # machines are found by global rank, because the model's group may leave out ranks of a machine
+        # global ranks determine the machine, because the model's group may leave out ranks of a machine
         machines: dict[int, list[int]] = {}
         for rank in sorted(ranks):
             machines.setdefault(rank // int(size), []).append(rank)
@@ -86,8 +86,8 @@ def grid_of(
         raise ConfigurationError(
             f"hierarchy is {hierarchy!r}; give 'node', 'links', or a mesh (nodes, ranks of a node)"
         )
-    # A process group numbers its ranks in ascending order, and ``nodes_of`` takes the position in this
-    # list for a rank's number in its node.  In another order, peers would exchange different parts.
+    # A process group numbers its ranks in ascending order, and ``nodes_of`` uses the position in this
+    # list as a rank's number in its node.  In any other order, peers would exchange different parts.
     return [sorted(node) for node in grid]
 
 
@@ -123,8 +123,8 @@ class NodeReducer:
     ) -> None:
         inner, outer = nodes_of(options, ranks, groups)
         timeout, device = options.transport.timeout, units[0].device if units else None
-        # The default backend, usually NCCL, is fast inside a node, but serves only native collectives.
-        # Decisions there, and sparse messages between nodes, need gloo or ZeroMQ
+        # The default backend, usually NCCL, is fast inside a node, but supports only native collectives.
+        # Decisions inside a node, and sparse messages between nodes, need gloo or ZeroMQ
         group = groups.make(inner, backend=None)
         self.node = node = TorchCommunicator(group, timeout=timeout, device=device)
         control = TorchCommunicator(groups.make(inner), timeout=timeout, ledger=node.ledger)
@@ -154,8 +154,8 @@ class NodeReducer:
             # The node's mean acts as the gradient of one larger batch.  Gradients are divided before the
             # sum, which could overflow in 16 bits
             divide_(here.copy_(gradient), self.node.world_size)
-            # Weights are only copied: all ranks of a node have the same ones, and ``exchange`` cuts out
-            # this rank's part
+            # Weights are only copied, because they are equal on all ranks of a node; ``exchange`` cuts
+            # out this rank's part
             correction = self.reducer.correction
             if correction and correction.weight_decay and weights is not None:
                 if unit not in self._weights:
@@ -179,7 +179,7 @@ class NodeReducer:
         The other ranks of the node learn of the failure from the consensus.  Until then, all ranks of the
         node must start the same collectives.
         """
-        if not self._lost:  # otherwise the collective is broken on all ranks of the node
+        if not self._lost:  # otherwise the collective has failed on all ranks of the node
             await self._scattered(unit)
 
     async def _scattered(self, unit: int) -> Tensor:
@@ -198,8 +198,8 @@ class NodeReducer:
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Commit the step on all ranks of the node or on none; return whole averages."""
-        # Parts are gathered by ``prepare``, after the consensus and before any residual is written.  So
-        # if gathering fails, the step can still be undone.
+        # Parts are gathered in ``prepare``, after the consensus and before any residual is written.  If
+        # gathering fails, the step can therefore still be undone.
         averages: list[Vector] = []
         parts = self.reducer.commit(
             propagate_nonfinite=propagate_nonfinite,
@@ -242,8 +242,8 @@ class Node:
     All runs of a tensor have the same length; the last ones are padded with zeros.
 
     Attributes:
-        comm: the ranks of this node, for native collectives; used only by the training thread and, for
-            DDP, by autograd's.
+        comm: the ranks of this node, for native collectives; used only by the training thread and, with
+            DDP, by autograd's thread.
         consensus: the joint decision of this node's ranks, on the engine's thread.
         peers: the ranks with the same runs, one in each node.
     """
@@ -257,9 +257,9 @@ class Node:
     ) -> None:
         inner, self.peers = nodes_of(options, ranks, groups)
         timeout = options.transport.timeout
-        # The same ranks form two groups: a group's collectives must start in the same order on all
-        # ranks, which two threads that shared a group could not guarantee.  And NCCL, the usual default
-        # backend, serves only native collectives.
+        # The same ranks form two groups.  A group's collectives must start in the same order on all
+        # ranks, which two threads that shared a group could not guarantee.  Also, NCCL, the usual default
+        # backend, supports only native collectives.
         group = groups.make(inner, backend=None)
         self.comm = TorchCommunicator(group, timeout=timeout, device=device)
         self.consensus = PartsConsensus(TorchCommunicator(groups.make(inner), timeout=timeout))
@@ -300,7 +300,7 @@ class Node:
         """Wait for all averages.
 
         Raises:
-            CommunicationError: a rank of the node is gone or late.
+            CommunicationError: a rank of the node has died, or took longer than the timeout.
         """
         under_way, self._under_way = self._under_way, []
         with _noted(self.comm):
@@ -310,7 +310,7 @@ class Node:
 
 @contextmanager
 def _noted(comm: TorchCommunicator) -> Iterator[None]:
-    """Note that a call of the node broke off, after which no exchange may begin."""
+    """Record an error in a call inside the node, after which no exchange may begin."""
     try:
         yield
     except CommunicationError as error:
@@ -319,7 +319,7 @@ def _noted(comm: TorchCommunicator) -> Iterator[None]:
 
 
 def _book(comm: TorchCommunicator, phase: str, flat: Tensor) -> None:
-    """Count the bytes that a ring would send, because torch does not report the bytes of its backend."""
+    """Count the bytes that a ring would send, because torch does not report what its backend sends."""
     others = comm.world_size - 1
     nbytes = flat.numel() * flat.itemsize * others // comm.world_size
     comm.ledger.sent(phase, nbytes, Parts(value=nbytes), others)

@@ -84,7 +84,7 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
     """
     if schedule is None:
         return None
-    # torch (2.13) has no public way to ask a schedule for its number of micro-batches and its scaling
+    # in torch 2.13, a schedule's number of micro-batches and its scaling are private attributes
     count, scales = (getattr(schedule, name, None) for name in ("_n_microbatches", "scale_grads"))
     if not isinstance(count, int) or not isinstance(scales, bool):
         raise ConfigurationError(
@@ -103,9 +103,9 @@ def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -
 
 def _for_parts(options: Options, shards: Sequence[Shard]) -> Options:
     """Turn off decisions that would differ between parts; refuse options where that is impossible."""
-    # With several kinds, some parameters are whole on several ranks of this replica, next to different
-    # shards. All these ranks must select the same entries of such a parameter, so the selection must not
-    # depend on the shards.
+    # With several kinds, some parameters are whole on several ranks of this replica, and each of these
+    # ranks also holds different shards. All these ranks must select the same entries of a whole
+    # parameter, so the selection must not depend on the shards.
     kinds = {p.kind for p in shards}
     if len(kinds) == 1:
         return options
@@ -190,7 +190,7 @@ class ParameterSource(Source):
         """Check the model on every forward pass, and count gradients, until the handle is closed."""
         model = self._model()
         assert model is not None
-        # weakly, because a parameter must not keep this source alive, which keeps the parameter
+        # a weak reference, because this source keeps the parameters alive, so they must not keep it alive
         weak = weakly(self.on_gradient)
         # compiled autograd would trace the hook, which exchanges messages
         disable: Any = torch.compiler.disable
@@ -209,7 +209,7 @@ class ParameterSource(Source):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on this rank."""
+        """Let gradients accumulate on this rank."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -224,7 +224,7 @@ class ParameterSource(Source):
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The model's buffers: every rank has its own batches, and no DDP."""
+        """The model's buffers; without DDP, they differ between ranks, which see different batches."""
         model = self._model()
         if model is None or not self._equalises:
             return {}
@@ -236,17 +236,17 @@ class ParameterSource(Source):
         }
 
     def _check_model(self, _kept: Handle, model: nn.Module, _inputs: Any) -> None:
-        """Refuse parameters added after attach, whose gradients would stay on this replica."""
+        """Refuse parameters added after ``attach``; their gradients would stay on this replica."""
         check_outside_ddp(model)
         self._check_parameters(model)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._note_first_weights()
 
     def _note_first_weights(self) -> None:
-        """Note the weights with which replicas begin, before a forward pass writes to them.
+        """Record the weights with which replicas begin, before a forward pass writes to them.
 
-        ``Embedding(max_norm=...)`` shortens the rows that a batch reads, which differ between ranks.
-        Weights that are loaded after a forward pass are noted anew.
+        ``Embedding(max_norm=...)`` shortens the rows that a batch reads, and these rows differ between
+        ranks.  Weights that are loaded after a forward pass are recorded again.
         """
         reducer = self._steps.reducer
         # a loaded handle continues from a later step
@@ -255,7 +255,7 @@ class ParameterSource(Source):
         if self._noted and not self._changes.replaced():
             return
         model = self._model()
-        # frozen ones as well, e.g. of the model below a LoRA
+        # include frozen parameters, e.g. the base model of a LoRA
         frozen = {} if model is None else dict(model.named_parameters())
         every = {**frozen, **self._parameters}
         self._noted = {name: digest(local_of(p)) for name, p in every.items() if writable(p)}
@@ -317,7 +317,7 @@ class ParameterSource(Source):
                     "gradients came in compiled autograd, whose backward pass does not tell its end; "
                     "turn it off (torch._dynamo.config.compiled_autograd), or give exchange='updates'"
                 )
-            # checked again: a loop may call parts of the model, which have no hook
+            # check the model again, because a loop may call parts of it, which have no hook
             if (model := self._model()) is not None and not self._scheduled:
                 self._check_parameters(model)
             if not self._steps.begin():
@@ -356,7 +356,7 @@ class ParameterSource(Source):
         self._steps.discard()
 
     def _launch(self, this: ReplicaStep, scale: float) -> None:
-        """Take, scale and accumulate the gradients of the first unit in order; submit its exchange."""
+        """Take, scale and accumulate the gradients of the next unit in order; submit its exchange."""
         unit = this.order.pop(0)
         names = [slot.name for slot in this.units[unit].slots]
         parameters = [self._parameters[name] for name in names]
@@ -371,14 +371,14 @@ class ParameterSource(Source):
             own = [gradients[number].reshape(-1).contiguous() for number in its.members]
             gradient = own[0] if len(own) == 1 else torch.cat(own)
             self._steps.accumulate(its, gradient, [parameters[number] for number in its.members])
-        # gradients were accumulated on autograd's stream, but the engine's thread uses another one
+        # gradients were accumulated on autograd's stream, but the engine's thread uses its own stream
         self._steps.wait_for_gpu()
         self._steps.launch(this, unit)
 
     # ---- the end of the step -----------------------------------------------------------------------
 
     def _close(self) -> None:
-        # A rank whose stage got no gradient still takes part, with zeros: others wait for it, and its
+        # A rank whose stage got no gradient still takes part, with zeros: its peers wait for it, and its
         # residual must be delivered.
         steps, reducer, engine = self._steps, self._steps.reducer, self._steps.engine
         if self._open is None:
@@ -392,7 +392,7 @@ class ParameterSource(Source):
             self._launch(this, 1.0)  # the schedule has already scaled these gradients
         # jobs must start in the same order on all ranks: first the units, then the jobs below
         if not self._compared:
-            self._note_first_weights()  # where the loop calls parts of the model, which have no hook
+            self._note_first_weights()  # needed if the loop calls parts of the model, which have no hook
             this.jobs.append(engine.submit(self._check_first_weights()))
         used = self._parts.share_used(reducer.channel("used"), this.came)
         this.jobs.append(engine.submit(used))
@@ -404,7 +404,7 @@ class ParameterSource(Source):
         try:
             if steps.settle(this, finished):
                 for name in this.taken.keys() & self._parts.used:
-                    # none for a parameter that was frozen since: momentum and decay would change it
+                    # a parameter that has been frozen since gets none: momentum and decay would change it
                     if (parameter := self._parameters[name]).requires_grad:
                         parameter.grad = this.taken[name]
         finally:
@@ -425,9 +425,9 @@ class ParameterSource(Source):
 class ReplicaStep(Step):
     """One step, which takes gradients out of ``parameter.grad``, so that nothing else changes them.
 
-    Units start in the same order on all ranks, even if gradients arrive in another order on one of
-    them.  Otherwise ranks would wait for units that their peers have not started.  The last unit comes
-    first, because gradients mostly arrive in this order.
+    Units start in the same order on all ranks, whatever the order in which gradients arrive.  Otherwise
+    ranks would wait for units that their peers have not started.  The last unit comes first, because
+    gradients mostly arrive in this order.
 
     Attributes:
         task: the number of autograd's task in which the step was opened.
@@ -450,10 +450,10 @@ class ReplicaStep(Step):
         self.came: set[str] = set()
 
     def take(self, name: str, parameter: Tensor) -> Tensor:
-        """Take the gradient out of ``parameter.grad``, the sum of one or more backward passes.
+        """Remove and return ``parameter.grad``, the sum of one or more backward passes.
 
-        Without a gradient, zeros are returned: peers may have used the parameter, and its residual may be
-        delivered.
+        Return zeros if there is no gradient, because peers may have used the parameter, and its residual
+        may be delivered.
         """
         if parameter.grad is None:
             gradient = torch.zeros_like(parameter.detach())

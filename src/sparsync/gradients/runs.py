@@ -1,7 +1,6 @@
-"""Runs: small parameters that are adjacent in a unit, accumulated and written as one.
+"""Runs: small parameters that are adjacent in a unit, accumulated and written together.
 
-This saves time because, for a small parameter, it takes longer to start a pass from Python than to run
-it.
+This saves time: for a small parameter, starting a pass from Python takes longer than running it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from sparsync.units import local_of, replicated_tensors
 __all__ = ["Sentinel", "check_replicas"]
 
 _NAMED = 3  # number of tensors named in a message
-# outcomes of a comparison; the worst is one without an answer, because messages may still be under way
+# outcomes of a comparison; breaking off is the worst, because messages may still be in flight
 _FINE, _REPORTED, _REFUSED, _BROKEN_OFF = range(4)
 
 
@@ -35,7 +35,7 @@ class Sentinel:
     """Settings for comparing replicas: how often, and what to do if they differ.
 
     Ranks that apply the same totals to the same parameters stay bit-identical.  A rank drifts away if its
-    memory flips a bit, its optimizer has another setting, or its code changes a weight.  Nothing else
+    memory flips a bit, the settings of its optimizer differ, or its code changes a weight.  Nothing else
     would reveal this, because the loss only gets a little worse.
 
     The sentinel compares parameters, trained or frozen, and the running statistics of ``SyncBatchNorm``.
@@ -48,8 +48,8 @@ class Sentinel:
             ranks.  "warn" warns and continues.  "heal" copies the tensor of the majority to the ranks in
             the minority, in place; without a majority (two ranks, or two halves) it raises.
         buffers: names of other buffers that should be equal.
-        optimizer: the optimizer, whose state is then compared and healed as well.  Otherwise a healed
-            parameter may have another momentum than its copies, and would soon differ again.
+        optimizer: the optimizer, whose state is then also compared and healed.  Otherwise the momentum of
+            a healed parameter may differ between ranks, and the parameter would soon differ again.
 
     Cost, every ``period`` steps: two passes over the compared memory, one wait for a GPU, and a message
     of 16 bytes per rank.  If a replica is split over ranks, there is one more message
@@ -86,7 +86,7 @@ class Sentinel:
         return (step + 1) % self.period == 0
 
     def tensors(self, model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the tensors that should be equal on all ranks, by name; of a DTensor, the local part.
+        """Return the tensors that should be equal on all ranks, by name, with local parts of DTensors.
 
         Args:
             model: the attached model; its parameters are looked up again on every call.
@@ -138,8 +138,8 @@ async def check_replicas(
         DisagreementError: something differs and the policy is "raise", or "heal" without a majority.
         CommunicationError: the comparison broke off, here or on another part.
     """
-    # An error is held back until the other parts know of it. They compare with other peers, so they may
-    # find nothing wrong. They would then continue training, or wait for this rank in the next step.
+    # An error is held back until the other parts know of it. They compare with their own peers, so they
+    # may find nothing wrong. They would then continue training, or wait for this rank in the next step.
     said, severity, comms = "", _FINE, [] if parts is None else [parts]
     failure: CommunicationError | None = None
     try:
@@ -151,10 +151,10 @@ async def check_replicas(
     try:
         found = await worst(comms, severity, str(failure or said), "sentinel")
     except CommunicationError as error:
-        # the parts may be gone as well; the first error is reported
+        # the other parts may have died too; only the first error is reported
         raise (failure if failure and severity == _BROKEN_OFF else error) from None
     if found.severity >= _REFUSED:
-        # the kind of error says whether another exchange may begin, which all parts must answer alike
+        # the kind of error decides whether a further exchange may begin, so all parts need the same kind
         if failure is not None and severity == found.severity:
             raise failure
         raise (PeerError if found.severity == _BROKEN_OFF else DisagreementError)(found.words)
@@ -185,7 +185,7 @@ async def _compare(
     if sentinel.policy == "warn":
         return found
     hopeless = [each for each in torn if not each.majority]
-    if hopeless:  # raised before healing any: a checkpoint must not contain half a repair
+    if hopeless:  # raise before any tensor is healed: a checkpoint must not contain half a repair
         raise DisagreementError(
             f"{_named(hopeless, called, place)}: nobody can tell which is right; restart from the "
             "last checkpoint"

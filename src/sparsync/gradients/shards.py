@@ -85,8 +85,8 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if not isinstance(parameter, DTensor):
         return Shard(name, parameter, None, "plain")
     mesh, placements = parameter.device_mesh, parameter.placements
-    # This rank is both in the mesh and among the replicas. If another rank is, FSDP2 already sums over
-    # these replicas, as in HSDP.
+    # This rank is both in the mesh and among the replicas. If this is also true of another rank, FSDP2
+    # already sums over these replicas, as in HSDP.
     both = sorted(set(mesh.mesh.flatten().tolist()) & set(replicas))
     if len(both) > 1:
         raise ConfigurationError(
@@ -96,7 +96,7 @@ def _shard(name: str, parameter: Tensor, replicas: Collection[int]) -> Shard:
     if all(placement.is_replicate() for placement in placements):
         return Shard(name, parameter, None, "replicated")
     size, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    # torch gives an empty shard an offset past the end, or none; with zeros, pieces are comparable
+    # torch gives an empty shard an offset past the end, or none; with zeros, pieces can be compared
     if 0 in size:
         offset = size = (0,) * len(size)
     piece = {"shape": list(parameter.shape), "offset": list(offset), "size": list(size)}
@@ -143,7 +143,7 @@ def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
 
 
 def elements_of(shards: Sequence[Shard]) -> int:
-    """Count the elements, before sharding, of the parameters whose lowest rank is this rank.
+    """Return the number of elements, before sharding, of the parameters whose lowest rank is this rank.
 
     The sum over all parts of a replica is the model's size: every parameter, sharded or replicated,
     counts once.
@@ -164,7 +164,7 @@ def _holders(shards: Sequence[Shard]) -> dict[str, frozenset[int]]:
 
 @final
 class Fsdp:
-    """Tells which gradients to exchange, by FSDP2's switches, and which parameters have changed.
+    """Reads FSDP2's switches to decide which gradients to exchange; detects changed parameters.
 
     With ``set_requires_gradient_sync(False)``, no hook is called at all.  With
     ``set_requires_all_reduce(False)``, the exchange is postponed, and the gradients of several backward
@@ -188,7 +188,8 @@ class Fsdp:
         self._kept = {
             kept.sharded_param: kept for group in self._groups for kept in group.fsdp_params
         }
-        # asked to average, gloo adds up instead, without an error, as FSDP2 alone does there (measured)
+        # over gloo, FSDP2 adds gradients up instead of averaging them, without an error (measured, also
+        # without sparsync)
         sums = any(
             sharded.device.type == "cpu" and len(_ranks(sharded)) > 1 for sharded in self._group_of
         )

@@ -35,10 +35,9 @@ _SMALLEST, _FACTOR, _LARGEST = (
     4,
     1 << 18,
 )  # bytes of the smallest message, factor to the next, and of the largest
-_TRIPS: Final = (
-    3  # round-trips to a rank, of which the fastest counts; one more, uncounted, warms up
-)
-_SECONDS: Final = 5.0  # no larger size is started if it would probably end later than this
+# round-trips to a rank, of which the fastest counts; a further one, uncounted, warms up
+_TRIPS: Final = 3
+_SECONDS: Final = 5.0  # a larger size is started only if it will probably end within this time
 _PHASE: Final = "sites"
 _CONTROL: Final = Raw("control")
 _INSTEAD: Final = "give a mesh (nodes, ranks of a node), or omit hierarchy="
@@ -56,8 +55,8 @@ def sites_of(seconds: PairTimes, ranks: Sequence[int], nbytes: int) -> list[list
         The ranks of each site, ascending; the site of the first rank comes first.
 
     Raises:
-        ConfigurationError: all links are alike, a rank is near two ranks that are far from each other,
-            or sites have unequal sizes.
+        ConfigurationError: all links are about equally fast, a rank is near two ranks that are far from
+            each other, or sites have unequal sizes.
 
     Example:
         >>> pairs = [(a, b) for b in range(4) for a in range(b)]
@@ -130,11 +129,13 @@ async def time_pairs(comm: Communicator) -> tuple[dict[tuple[int, int], float], 
 
 
 def _peers(rank: int, ranks: int) -> Iterator[int]:
-    """Yield every other rank once, so that in each turn all ranks meet in pairs.
+    """Yield every other rank once, so that in each turn all ranks are paired.
 
-    This is a round-robin tournament: the last of an even number stays fixed, the others rotate.
+    This is a round-robin tournament.  The number of ranks is made even; the last rank stays fixed, and
+    the others rotate.
     """
-    last = ranks - 1 + ranks % 2  # an odd number gets a dummy; a rank paired with it is idle
+    # a dummy makes an odd number of ranks even; the rank that is paired with it is idle
+    last = ranks - 1 + ranks % 2
     for turn in range(last):
         peer = (turn - rank) % last
         if rank == last:

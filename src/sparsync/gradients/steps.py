@@ -34,7 +34,7 @@ from sparsync.transports.driver import Engine, run
 from sparsync.transports.ledger import Traffic
 from sparsync.units import Unit, local_of
 
-if TYPE_CHECKING:  # not imported at run time, because neither is needed without parts
+if TYPE_CHECKING:  # not imported at run time, because most models need neither
     from sparsync.gradients.consensus import PartsConsensus
     from sparsync.gradients.hierarchy import NodeReducer
 
@@ -42,7 +42,7 @@ __all__ = ["AllRanks", "GradientSteps", "Ranks", "Step"]
 
 
 class Step(ABC):
-    """One step under way, and the engine's jobs for it.
+    """A step in progress, and the engine's jobs for it.
 
     Attributes:
         failed: whether an exchange has failed; the remaining exchanges are then skipped.
@@ -83,7 +83,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def begin(self, *, again: bool) -> bool:
-        """Meet before the first gradient is accumulated; return False if this rank has left.
+        """Synchronise before the first gradient is accumulated; return False if this rank has left.
 
         With ``again``, the step is repeated, because it failed after its exchange had begun.
         """
@@ -105,7 +105,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Note that the step is closed, successful or not."""
+        """Record that the step is closed, whether it was applied or not."""
 
     @abstractmethod
     def part(self) -> None:
@@ -125,14 +125,14 @@ class AllRanks(Ranks):
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's gradients are in the averages: always."""
+        """Whether this rank's gradients count in the averages: always."""
         return True
 
     def begin(self, *, again: bool) -> bool:
         """Begin a step; begin it again only if all ranks do so.
 
         Otherwise messages from a rank that is still in its first attempt would be mistaken for messages
-        of the second.
+        of the second attempt.
         """
         reducer = self._reducer
         reducer.comm.check_whole()
@@ -177,8 +177,8 @@ class AllRanks(Ranks):
 class GradientSteps:
     """Runs the steps in which one model's gradients are exchanged.
 
-    ``ignored`` names parameters and buffers that may differ between ranks. Inside a node, ``nodes`` takes
-    whole units, of which the reducer exchanges only this rank's part.
+    ``ignored`` names parameters and buffers that may differ between ranks. Inside a node, ``nodes``
+    accepts whole units, and the reducer exchanges only this rank's part of them.
 
     Attributes:
         ranks: the ranks that exchange the steps.
@@ -233,7 +233,7 @@ class GradientSteps:
 
     @property
     def joins(self) -> bool:
-        """Whether small gradients are joined; not with a clip, which needs the norms of single ones."""
+        """Whether small gradients are joined; False with a clip, which needs each gradient's norm."""
         correction = self.reducer.correction
         return correction is None or correction.clip is None
 
@@ -275,7 +275,7 @@ class GradientSteps:
 
     async def _exchange(self, this: Step, unit: int) -> None:
         """Exchange a unit; this runs on the engine's thread, like ``finish``."""
-        if this.failed:  # the group is broken, and further exchanges would wait until deadlines
+        if this.failed:  # the group is broken, so more exchanges would wait until their deadlines
             if self.nodes is not None:
                 await self.nodes.follow(unit)
             return
@@ -288,7 +288,7 @@ class GradientSteps:
         this.spans[unit] = begin, self.reducer.comm.now
 
     def finish(self, this: Step) -> None:
-        """When all jobs have ended, write the averages into the gradients, or undo the step."""
+        """Wait for all jobs, then write the averages into the gradients, or undo the step."""
         try:
             averages = self.ranks.averages(this)
             if averages is not None:
@@ -347,7 +347,7 @@ class GradientSteps:
             replicas = self.reducer.channel("weights")
             with self.reducer.exchanging():
                 await check_replicas(sentinel, replicas, tensors, place, parts, rank)
-                # after the comparison of replicas, so that all nodes agree
+                # compared after the replicas, so that all nodes agree
                 if alike and parts is not None:
                     await check_replicas(sentinel, parts, tensors, place, None, rank)
             self.wait_for_gpu()
@@ -380,7 +380,7 @@ class GradientSteps:
     def refuse_averages(
         self, modules: Iterable[nn.Module], exchanged: Collection[Tensor], until: ExitStack
     ) -> None:
-        """Refuse a backward pass that adds to averages, which momentum or decay would count twice.
+        """Refuse a backward pass that adds to averages: momentum or decay would count them twice.
 
         The check runs in hooks on the modules' outputs, whose gradients come first in a backward pass.
         """

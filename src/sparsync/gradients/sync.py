@@ -38,7 +38,7 @@ class Source(ABC):
 
     @abstractmethod
     def watch(self, sync: Handle) -> None:
-        """Set hooks on the model until ``sync`` is closed; one hook lets the model keep ``sync`` alive.
+        """Set hooks on the model until ``sync`` is closed; through one of them, the model keeps it alive.
 
         The source itself must not refer to ``sync``, because such a cycle would delay freeing a model
         that the user has dropped.
@@ -66,7 +66,7 @@ class Source(ABC):
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers that each rank has changed on its own; DDP leaves none."""
+        """The buffers that each rank has changed on its own; with DDP, there are none."""
         return {}
 
     def step(self) -> None:
@@ -110,7 +110,7 @@ class GradientSync(Handle):
 
     @property
     def steps(self) -> int:
-        """The number of finished local steps; a rank that joins takes this number from its peers."""
+        """The number of finished local steps; a joining rank takes over the number of its peers."""
         return self.reducer.step
 
     def contribute(
@@ -159,10 +159,11 @@ class GradientSync(Handle):
         return sealed("gradients", {"reducer": reducer_state(self.reducer), "pieces": pieces})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check that a saved state fits, on this rank alone and without changing anything.
+        """Check on this rank alone that a saved state fits; nothing is changed.
 
         Raises:
-            ConfigurationError: the state is from another set-up, or has other pieces of the parameters.
+            ConfigurationError: the state is from a different set-up, or holds the wrong pieces of the
+                parameters.
         """
         pieces = Fields({name: Exactly(piece) for name, piece in self._pieces.items()})
         content = opened(state, "gradients", Fields({"reducer": object, "pieces": pieces}))
@@ -170,7 +171,7 @@ class GradientSync(Handle):
 
     @outside_inference
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+        """Resume, bit for bit, from a state that this rank has saved; all ranks must call this.
 
         Raises:
             ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this
@@ -178,7 +179,7 @@ class GradientSync(Handle):
             PeerError: the ranks' states are from different steps, or the state of another part of this
                 replica does not fit.
 
-        If it raises, nothing was changed on any rank.
+        If this raises an error, nothing has changed on any rank.
         """
         comms = self.communicators
         parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
@@ -191,18 +192,18 @@ class GradientSync(Handle):
 
         try:
             run(on_all_or_none(comms, take, "take its saved state over"))
-        except Exception:  # at this scale a residual would overflow on some rank
+        except Exception:  # at this scale, a residual on some rank would overflow
             take_state(self.reducer, parse_state(self.reducer, former), keep_scale=True)
             raise
         self._steps.restart()
 
     def shared(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: if gradients are exchanged, all ranks share all weights."""
+        """Return a context that does nothing, because exchanged gradients keep weights equal anyway."""
         return nullcontext()
 
     @outside_inference
     def finish(self) -> None:
-        """Wait until all ranks have applied the last step, with ``elastic=``; all ranks call this.
+        """With ``elastic=``, wait until all ranks have applied the last step; all ranks must call this.
 
         Exchanged gradients keep the weights of replicas equal.  Without DDP, which would do so in every
         forward pass, this also makes buffers equal on all replicas: they become those of the first one.
@@ -224,7 +225,7 @@ class GradientSync(Handle):
 
         Raises:
             ConfigurationError: there is no pipeline, so ``backward()`` has already closed the step.
-            NonFiniteGradientError: NaN or Inf on some rank of some stage; no rank applied anything.
-            CommunicationError: a peer is gone, or took longer than the timeout.
+            NonFiniteGradientError: a rank of some stage had NaN or Inf; no rank applied anything.
+            CommunicationError: a peer has died, or took longer than the timeout.
         """
         self._source.step()

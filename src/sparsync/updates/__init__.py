@@ -1,8 +1,8 @@
 """Exchange updates: the outer step, its settings, and the handle of ``attach`` for AdamW and others.
 
 An update is the change that local steps have made to a rank's weights since the last exchange.  Many
-comments call it a move; the two words mean the same.  A move is computed with the sign of a gradient:
-it is positive where weights have decreased.
+comments call it a move; the two words mean the same.  A move has the sign of a gradient: it is positive
+where weights have decreased.
 
 An update passes through the modules in this order:
 
@@ -17,12 +17,12 @@ An update passes through the modules in this order:
 - ``weights`` writes the result into the model.
 
 Other packages carry out the exchange itself.  ``feedback.reducer`` adds the residual and keeps the part
-that was not delivered, ``collectives.quantised`` sums over ranks, and ``wire.levels`` makes the bits.
+that was not delivered, ``collectives.quantised`` sums over ranks, and ``wire.levels`` encodes the bits.
 The reducer treats an update as if it were a gradient.
 
-``family`` has the settings of the default and of published methods; ``offload`` decides which vectors
-live in host memory; ``outer_averager`` runs the outer step without ``attach``; ``rank_state`` and
-``saved`` deal with saved states.  ``feedback.changes`` detects weights that the program has written.
+``family`` contains the settings of the default and of published methods; ``offload`` decides which
+vectors live in host memory; ``outer_averager`` runs the outer step without ``attach``; ``rank_state`` and
+``saved`` handle saved states.  ``feedback.changes`` detects weights that the program has written.
 """
 
 from collections.abc import Mapping

@@ -73,7 +73,7 @@ def make_outer(
 
 
 def said_of_size(algorithm: str | Algorithm | OuterStep | None, outer: OuterStep) -> str:
-    """Return a phrase about the bits, if ``make_outer`` chose them because the model is small, or ""."""
+    """Return a phrase about the bits if ``make_outer`` chose them for a small model, otherwise ""."""
     by_size = algorithm in (None, "updates") or getattr(algorithm, "algorithm", "") is None
     bits: Any = dict(outer.chosen.options).get("bits")
     if not by_size or (bits == default_bits(LARGE) and outer.first_period > 1):
@@ -128,8 +128,8 @@ def attach_updates(
         weights = ModelWeights(module, trained, averages, node, noise, ignored)
         apart = output_parameters(module, options.compression.output_layer)
         output = apart if outer.chosen.output else ()
-        # Inside a node, a rank exchanges only its run of each parameter, and plans these runs.  But the
-        # user's ``compress`` expects the parameters themselves.
+        # Inside a node, a rank exchanges only its run of each parameter, and plans units of these runs.
+        # The user's ``compress`` still expects whole parameters.
         parameters: Mapping[str, Tensor] = trained
         if node is not None:
             parameters = {name: node.run_of(local_of(p)) for name, p in trained.items()}
@@ -147,7 +147,7 @@ def attach_updates(
             on_host=offload.residual,
             outer=outer.described(),
             advises=advises,
-            # as floats: the text of a tensor names its device, and has four digits
+            # as floats, because the text of a tensor names its device and shows only four digits
             rates=[floats(group.get("lr") for group in one.param_groups) for one in optimizers],
             ranks_of_a_node=1 if node is None else node.comm.world_size,
             stepped_parameters=held_by(optimizers, trained),
@@ -159,10 +159,10 @@ def attach_updates(
         groups.close()
         raise
     try:
-        # a replica of several ranks would have to agree on one count before its update could be weighed
+        # a replica split over ranks would have to agree on one count before its update could be weighed
         several = consensus is not None and consensus.parts.world_size > 1
-        # Buffers are made equal here, because statistics differ after a forward pass, only changes are
-        # exchanged later, and DDP stops broadcasting buffers.  This must happen before the engine reads
+        # Buffers are made equal here.  A forward pass may have made statistics differ, later exchanges
+        # send only changes, and DDP stops broadcasting buffers.  This must happen before the engine reads
         # the vector that ranks share.
         if buffers := weights.exchanged_buffers():
             for comm in [reducer.comm] if node is None else [node.consensus.parts, reducer.comm]:
@@ -198,8 +198,8 @@ def attach_updates(
         raise
     # from here on the handle owns the thread and the groups, so an error must close the handle
     try:
-        # Ranks of a node must start equal as well, because they average gradients, not weights.  Without
-        # DDP, nothing has compared the frozen parameters yet, e.g. of the model below a LoRA.
+        # Ranks of a node must also start with equal weights, because they average only gradients.
+        # Without DDP, nothing has compared the frozen parameters yet, e.g. the base model of a LoRA.
         compared = trained if ddp is not None else dict(module.named_parameters())
         named = [(name, local_of(one)) for name, one in compared.items() if writable(one)]
         for comm in sync.communicators if node is not None else [reducer.comm]:

@@ -48,16 +48,16 @@ class Contributions:
         sum over ranks(residual + weight * moved) == total + sum over ranks(residual)
 
     Weights are applied before an update is rounded, so the undelivered mass in a residual is already
-    weighted, however much other ranks see later.  (It would save a round to send the counts along with
-    the updates and to divide afterwards.  But undelivered mass would then be divided by the counts of the
-    period in which it is delivered: after a short last batch, it could count ten times.)
+    weighted, however many samples other ranks see later.  (Sending the counts along with the updates and
+    dividing afterwards would save a round.  But undelivered mass would then be divided by the counts of
+    the period in which it is delivered: after a short last batch, it could count ten times.)
 
     The first exchange determines whether any rank counts; if none does, no more counts are sent.  A
     ``finish`` before the first exchange determines nothing, unless a rank has counted.
 
     A weight above 1 makes a residual larger than the rank's own steps.  With ``residual="weights"``, the
-    rank's own weights include the residual.  There it is divided by the weight, so that the rank's own
-    steps count once.
+    rank's own weights include the residual divided by this weight, so that the rank's own steps count
+    once.
 
     Cost: 8 bytes per fragment and rank, one round before an exchange.
     State: ``state_dict()``, of this rank.
@@ -71,8 +71,8 @@ class Contributions:
 
     def __init__(self, *, weighs: bool | None = False) -> None:
         self.weighs, self.ranks = weighs, 0.0
-        # Fragments are exchanged at different times, and each counts from its own last exchange.  So
-        # there is one total, and for each fragment the total at its last exchange.
+        # Fragments are exchanged at different times, and each counts from its own last exchange.
+        # Therefore ``_sent`` stores, for each fragment, the total at its last exchange.
         self._kind, self._total = 0, 0.0
         self._sent: list[float] = []
         self.shown: list[float] = []
@@ -150,7 +150,7 @@ class Contributions:
                 "same on all of them"
             )
         if self.weighs is None and (counted or decides):
-            self.weighs = bool(counted)  # all ranks see the same counts, so they decide alike
+            self.weighs = bool(counted)  # the same on all ranks, because all see the same counts
         if not self.weighs:
             return [Weight(1.0, reducer.comm.world_size)] * len(seen)
         own = reducer.comm.rank
@@ -188,7 +188,7 @@ class Contributions:
 
 def contributions_kind(fragments: int, state: Any) -> Kind:
     """Return the kind of every field of a saved state."""
-    # The total at a fragment's last exchange cannot exceed the present total. If the present total is
+    # The total at a fragment's last exchange cannot exceed the current total. If the current total is
     # damaged, any number is allowed here, so that the error names the total.
     total: Any = state.get("total") if isinstance(state, Mapping) else None
     counted = Number(0, total if fits(total, float) else math.inf)

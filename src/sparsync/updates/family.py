@@ -21,9 +21,9 @@ _ENTRIES: Final = 64  # per chunk of 64 x 64, as in SparseLoCo: 1.6 %, within th
 def sparseloco() -> Algorithm:
     """Return SparseLoCo's exchange: chunk-wise top-k, quantised and allgathered.
 
-    The paper quantises to 2 bits without randomness.  ``SparseQsgd`` at 2 bits would be contractive only
-    if values were shrunk to 2 / 9, so 4 bits are used here.  With Elias-Fano indices an entry then takes
-    12.5 bits; 2 bits and a position in the chunk would take 14.
+    The paper rounds to 2 bits deterministically.  ``SparseQsgd`` at 2 bits would be contractive only if
+    values were shrunk to 2 / 9, so 4 bits are used here.  With Elias-Fano indices, an entry then takes
+    12.5 bits; with 2 bits and a position in the chunk, it would take 14.
     """
     codec = SparseQsgd(4, block=_ENTRIES, scale="max")
     return Algorithm(
@@ -44,12 +44,13 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # The default of ``attach``: two bits and a period of 2 for models of a million elements and
         # more (``OuterStep.for_size``). An exchange rounds twice, and delivers its rounding errors
         # later: on average after a quarter of a step with two bits, and after a whole step with one
-        # bit. Late updates cost loss: 0.5 and 1.4 % on a transformer of 1.3 million elements after
-        # 1,000 steps. At first, weights change fastest, and rounding errors are as large as the
-        # updates. Therefore the first half of the warm-up, 100 steps, exchanges on every step. With one
-        # bit on every second step, smaller models lose up to 9 % (a vision transformer of 152,074
-        # elements), so they send more (benchmarks/schedules.md). A delay would hide the exchange, but
-        # cost 1.5 to 5 % of loss in trials (docs/design-notes.md).
+        # bit. Late updates raise the loss, by 0.5 % with two bits and by 1.4 % with one, on a transformer
+        # of 1.3 million elements after 1,000 steps. At first, weights change fastest, and rounding errors
+        # are as large as the updates. Updates are therefore exchanged on every step during the first half
+        # of the warm-up (100 steps). With one bit on every second step, smaller models lose up to 9 % (a
+        # vision transformer of 152,074 elements), so they send more bits (benchmarks/schedules.md). A
+        # delay would hide the exchange, but raised the loss by 1.5 to 5 % in trials
+        # (docs/design-notes.md).
         "updates": {
             "algorithm": None,
             "density": 1.0,
@@ -63,7 +64,7 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "bmuf": {"algorithm": "dense", "density": 1.0, "period": 8, "momentum": None},
         # Algorithm 1 with Top_k; the experiments use H = 1, 4, 8; the density is not from the paper
         "qsparse-local": {"algorithm": "allgather", "density": 0.01, "period": 8},
-        # section 3 has H = 500, outer rate 0.7 and Nesterov momentum 0.9
+        # section 3 uses H = 500, outer rate 0.7 and Nesterov momentum 0.9
         "diloco": {
             "algorithm": "dense",
             "density": 1.0,

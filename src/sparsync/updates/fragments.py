@@ -24,8 +24,8 @@ Begin = Callable[[], Coroutine[Operation, None, None]]
 class Fragment(NamedTuple):
     """A run of parameters."""
 
-    span: slice  # its place in the vector
-    units: range  # numbers of its units, which belong to no other fragment
+    span: slice  # where the run lies in the vector
+    units: range  # numbers of the fragment's units; a unit belongs to only one fragment
 
 
 class _Piece(NamedTuple):
@@ -56,9 +56,8 @@ class Layout:
         self._shapes = {name: local_of(parameter).shape for name, parameter in parameters.items()}
         self._spans, self.end = dict[str, slice](), 0
         self._pieces: list[list[_Piece]] = []  # by unit, in order
-        self._placed: list[
-            tuple[_Piece, int]
-        ] = []  # pieces of all units, in the order of the vector
+        # pieces of all units, in the order of the vector, with the numbers of their units
+        self._placed: list[tuple[_Piece, int]] = []
         for name, shape in self._shapes.items():
             start, self.end = self.end, self.end + shape.numel()
             self._spans[name], dtype = slice(start, self.end), parameters[name].dtype
@@ -72,7 +71,7 @@ class Layout:
         self.fragments: list[Fragment] = []
         self.units: list[Unit] = []
         # Ends are computed from the sizes of whole parameters, not of shards, so that all parts of
-        # a replica split alike and exchange the same fragments at the same time.  A parameter
+        # a replica have the same fragments and exchange them at the same time.  A parameter
         # belongs to the fragment that contains its middle.  All sizes are doubled to keep middles
         # whole numbers, which are equal on all ranks.
         ends = list(itertools.accumulate(p.numel() for p in parameters.values()))
@@ -94,7 +93,7 @@ class Layout:
         """Plan the units of all fragments; see ``plan_units``.
 
         Parameters of different ``kinds`` get different units.  If several ranks of a replica hold a
-        parameter, all of them must round it the same way, although its neighbours may differ there.
+        parameter, all of them must round it the same way, although each may hold different neighbours.
         """
         # Middles ascend from parameter to parameter, so the parameters of a fragment are contiguous.  A
         # fragment that contains no middle is dropped, so there may be fewer fragments than requested.
@@ -134,7 +133,7 @@ class Layout:
         self._placed = sorted(placed, key=lambda pair: pair[0].vector)
 
     def units_at(self, place: slice) -> Iterator[tuple[int, slice, slice]]:
-        """Yield each unit in a part of the vector: its number, its elements, and where they lie there."""
+        """Yield each unit in a part of the vector: number, elements, and their position in this part."""
         first = bisect_right(self._placed, place.start, key=lambda pair: pair[0].vector) - 1
         for piece, unit in self._placed[max(first, 0) :]:
             low, high = max(piece.vector, place.start), min(piece.vector + piece.size, place.stop)
@@ -146,7 +145,10 @@ class Layout:
                 return
 
     def places(self, unit: int, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """Yield where elements ``[start, stop)`` of a unit lie in the vector, and where in that run."""
+        """Yield the runs of the vector that hold elements ``[start, stop)`` of a unit.
+
+        Each run comes with the position of its elements, relative to ``start``.
+        """
         pieces = self._pieces[unit]
         first = bisect_right(pieces, start, key=lambda piece: piece.unit) - 1
         for piece in pieces[max(first, 0) :]:
@@ -219,11 +221,11 @@ class Exchange:
     ranks: float = 1.0
 
     def replace(self) -> None:
-        """Let the new shared weights replace this rank's weights, which started from other weights."""
+        """Replace this rank's weights with the new shared weights, instead of adding the change."""
         self.late, self.weights = False, None
 
     def carry(self, carried: Awaitable[None] | None) -> Awaitable[None] | None:
-        """Set the awaitable of the exchange's end, or None; return the previous one."""
+        """Set ``carried``, the awaitable of the exchange's end or None; return its previous value."""
         before, self.carried = self.carried, carried
         return before
 
@@ -232,7 +234,7 @@ class Exchange:
         self.weight, self.ranks = weight, ranks
 
     def hold(self, scratch: Tensor) -> None:
-        """Keep scratch memory until the exchange lands."""
+        """Hold scratch memory until the exchange is applied."""
         self.scratch = scratch
 
     def begin_with(self, weights: Tensor) -> None:
@@ -240,15 +242,15 @@ class Exchange:
         self.weights = weights
 
     def step_to(self, shared: Tensor) -> None:
-        """Set the memory into which the new shared weights are written, until the exchange lands."""
+        """Set the memory that holds the new shared weights until the exchange is applied."""
         self.shared = shared
 
     def end(self, change: Tensor | None, drift: float) -> None:
-        """End the exchange; a late one adds its change to this rank's weights when it lands."""
+        """End the exchange; a late exchange will add ``change`` to this rank's weights when applied."""
         self.weights, self.drift, self.done = change, drift, True
 
     def refuse(self) -> None:
-        """End without a result."""
+        """End the exchange without a result."""
         self.done = self.refused = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -262,7 +264,7 @@ class Exchange:
 
 @final
 class Scratch:
-    """Memory of exchanges that were applied, for reuse by later ones.
+    """Keeps the memory of exchanges that were applied, so that later exchanges can reuse it.
 
     Only CPU memory is kept.  The operating system clears a fresh page on first touch, which takes longer
     than all the work done with it here.  A row that is never touched takes no memory.  (GPU memory is
@@ -283,7 +285,7 @@ class Scratch:
 
 
 def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
-    """Replace each run of ``chunk`` elements by its orthonormal DCT-II; with ``back``, undo this.
+    """Replace each run of ``chunk`` elements with its orthonormal DCT-II; with ``back``, undo this.
 
     The last run may be shorter.  Norms are preserved, and the transform of a sum over ranks is the sum of
     the transforms.  If ``chunk`` is None, nothing changes.  Cost: ``2 n chunk`` operations.
@@ -330,7 +332,7 @@ class Weights:
         return self.vector[place].clone()
 
     def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield the tensors that form a part of the vector, each after its place; None means zeros."""
+        """Yield the tensors that form a part of the vector, each after its position; None means zeros."""
         yield slice(0, place.stop - place.start), self.vector[place]
 
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:

@@ -52,7 +52,7 @@ _STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local st
 # measurements dominate its sum if gradients are heavy-tailed, or if there are few parameters.
 _SURE, _ERRORS = 0.1, 4.0
 # The least difference that counts, relative to a parameter's squares.  Sums are float32, and the roundoff
-# of about 50 remembered pairs adds up, so that ranks with the same data seem to differ.
+# of about 50 remembered pairs adds up, so ranks with the same data would otherwise seem to differ.
 _ROUNDOFF: Final = 1e-3
 
 # first and second moment of a parameter, its weights, and the constants of the pass over them
@@ -72,14 +72,14 @@ class GradientNoise:
     cost no extra round.  These numbers are sums p of the gradient's elements with random signs, for which
     ``E |p|^2 = |g|^2``, whatever the distribution of the elements.  (A sample of elements would not do,
     because most of the squares come from a few elements.)  A rank's own squares are computed from the
-    same sums, so chance affects both sides of the quotient alike.  Squares are remembered for as long as
-    Adam's v remembers them.  At first, v consists of a few gradients that all ranks had in common; steps
-    that are lengthened before v has forgotten these are too long.
+    same sums, so chance affects numerator and denominator alike.  Squares are remembered for as long as
+    Adam's v remembers them.  At first, v consists of a few gradients that were equal on all ranks.  Until
+    v has forgotten these gradients, steps are lengthened too much.
 
     *Why ranks must cooperate.*  A single rank's first moment reveals which part of the gradient *lasts*.
-    But it does not reveal a part that all ranks share and whose sign changes from step to step.  At every
+    It does not reveal a part that all ranks share but whose sign changes from step to step.  At every
     useful learning rate, such a part exists along the steepest directions.  If it were mistaken for
-    noise, it would be lengthened as well, which costs up to 15 % of loss at dense Adam's best rate.
+    noise, it would be lengthened too much, which raises the loss by up to 15 % at dense Adam's best rate.
 
     *Agreement.*  Two consecutive measurements use the same signs.  Their noise is independent, so the
     product of the two reveals the part of gradients that lasts: ``E p p' = s^2`` for the average, and
@@ -146,8 +146,8 @@ class GradientNoise:
         self._common = torch.zeros(
             len(self._parameters), _SIDE * _SIDE, dtype=torch.float64, device="cpu"
         )
-        # sums of squares: the lasting part common to all ranks, the lasting part particular to single
-        # ranks, and all differences between ranks; then the square of the second's standard error
+        # three sums of squares: the lasting part common to all ranks, the lasting part particular to
+        # single ranks, and all differences between ranks; then the squared standard error of the second
         self._lasting, self._pairs = torch.zeros(4, dtype=torch.float64, device="cpu"), 0
         # for each parameter, the squares of the average, and the mean of the single ranks' squares
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64, device="cpu")
@@ -163,8 +163,8 @@ class GradientNoise:
 
         Memory: n elements on steps that are sampled, if the script frees each gradient immediately.
         """
-        # a script may, for instance, drop gradients after the step of each of several optimizers, or a
-        # subclass may drop them in its ``step``
+        # for instance, a script with several optimizers may drop gradients after each optimizer's step,
+        # or a subclass may drop them in its ``step``
         for group in optimizer.param_groups:
             self._held |= {p: p.grad for p in group["params"] if p.grad is not None}
 
@@ -184,10 +184,10 @@ class GradientNoise:
         draw = torch.Generator()  # on the CPU, so the signs do not depend on the device
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self._table, self._parameters, strict=True)):
-            # Each parameter has its own seed.  Tensor-parallel ranks hold shards of different sizes, and
-            # among these, parameters that are whole on all of them.  Whole parameters need the same signs
-            # everywhere, because their copies must make equal steps.  With // 2, the two measurements of
-            # a pair share their signs.
+            # Each parameter has its own seed.  Some parameters are whole on all tensor-parallel ranks.
+            # Their copies need the same signs everywhere, because they must make equal steps.  A common
+            # generator would give different signs, because shards differ in size from rank to rank.
+            # With // 2, the two measurements of a pair share their signs.
             draw.manual_seed(self._measured // 2 * len(self._parameters) + at)
             gradient = None
             if parameter not in left_out:
@@ -203,9 +203,8 @@ class GradientNoise:
         table[:, -2] = table.square().sum(1)
         if self._measured % 2:
             table[:, -1] = (table * self._last)[:, :-2].sum(1)
-        # A gradient may contain Inf if something other than a GradScaler skipped the step.  Sums are
-        # sent with the weights, so a sum that is not finite would make ranks refuse the exchange of
-        # finite weights.
+        # A gradient may contain Inf if something other than a GradScaler skipped the step.  Sums are sent
+        # with the weights, so ranks would refuse to exchange finite weights because of an infinite sum.
         table.copy_(torch.where(torch.isfinite(table).all(1, keepdim=True), table, 0.0))
         self._last.copy_(table)
         self._of_rows[1] = self._of_rows[0].square()
@@ -228,7 +227,7 @@ class GradientNoise:
             # do in Adam's steps
             found = (found / of_ranks.clamp(min=1e-300))[:, known].sum(1)
             self._lasting[:3].mul_(_FORGETS).add_(found)
-            self._lasting[3:].mul_(_FORGETS**2).add_(found[1].square())  # as the variance of a sum
+            self._lasting[3:].mul_(_FORGETS**2).add_(found[1].square())  # the variance of the sum
             self._pairs += int(known.any())
         self._common = sums.clone()
         self._measured += 1
@@ -310,14 +309,14 @@ class GradientNoise:
 
 
 def _gradient_of(parameter: Tensor, held: Tensor | None = None) -> Tensor | None:
-    """Return this rank's part of a gradient, or of the one ``held``, as Adam sees it; None if sparse."""
+    """Return this rank's part of the gradient that Adam sees, or of ``held``; None if it is sparse."""
     gradient: Any = held if parameter.grad is None else parameter.grad
     if gradient is None or gradient.is_sparse:
         return None
     placements = getattr(parameter, "placements", None)
     if getattr(gradient, "placements", None) != placements:
         # torch 2.13 leaves the sum over tensor-parallel ranks to the code that reads the gradient
-        # (``Partial``).  The gradient's squares are needed, not those of one rank's addend.
+        # (``Partial``).  The squares must be computed from this sum, not from one rank's addend.
         gradient = gradient.redistribute(placements=placements)
     return local_of(gradient.detach())
 
@@ -345,7 +344,7 @@ def _row_sums(gradient: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def _quotients(of_average: Tensor, of_ranks: Tensor, otherwise: float = 1.0) -> Tensor:
-    """Return shares, i.e. quotients of squares; ``otherwise`` for parameters without a gradient."""
+    """Return shares, i.e. quotients of squares, or ``otherwise`` for parameters without a gradient."""
     shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), otherwise)
     # Transports add in different orders, so the last bit of a sum differs, which must not affect the
     # steps. Shares are therefore rounded to 64 values per octave: training over MPI is
@@ -406,7 +405,7 @@ def _of_tokens(model: nn.Module) -> set[Tensor]:
 def with_moments(
     optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[Tensor, dict[str, Any], dict[str, Any]]]:
-    """Yield parameters that Adam or AdamW has stepped without amsgrad, with their state and group."""
+    """Yield each parameter that Adam or AdamW has stepped without amsgrad, its state and its group."""
     for group in optimizer.param_groups if corrects(optimizer) else ():
         for parameter in group["params"] if not group["amsgrad"] else ():
             # a subclass may keep other moments, or none
@@ -423,7 +422,7 @@ def correct(
     counts: Counts | None = None,
     steps: int = 1,
 ) -> None:
-    """Lengthen Adam's last ``steps`` as if they had used the second moment of averaged gradients.
+    """Lengthen Adam's last ``steps``, as if Adam had used the second moment of averaged gradients.
 
     The squares of a parameter's average gradient over P ``ranks`` are k times those of a single rank's
     gradient.  k is the parameter's share (``shares``, see ``GradientNoise``).  Dense training divides by
@@ -436,10 +435,10 @@ def correct(
     by the learning rate, so any schedule works.
 
     Several steps are lengthened together, just before they are exchanged, as if each had been equal to
-    the last one.  Most of the length that is added is a rank's own noise.  Without it, ranks' weights lie
-    up to sqrt(P) times closer together until the exchange, and so do the points at which they take their
-    gradients.  (When every step was lengthened immediately, 16 ranks lost 2.7 %; now they lose 1.3 %.
-    See the design notes.)
+    the last one.  Most of the added length is a rank's own noise.  Adding it only then keeps the ranks'
+    weights, at which they compute gradients, up to sqrt(P) times closer together until the exchange.
+    (When every step was lengthened immediately, 16 ranks lost 2.7 %; now they lose 1.3 %.  See the design
+    notes.)
 
     A step that the optimizer was told to skip is not corrected.  For each parameter, only the steps since
     its count in ``counts`` are corrected, because a subclass may step on some of its calls only.  The
@@ -462,8 +461,8 @@ def correct(
     jobs: list[_Job] = []
     for (parameter, state, group), step in zip(stepped, taken, strict=True):
         known, before = counts.get(parameter, (None, -1.0))
-        # A count is comparable only if it is the same tensor, and has not decreased: a state that was
-        # loaded or dropped counts anew.
+        # A count can be compared only if it is the same tensor and has not decreased: if a state was
+        # loaded or dropped, counting starts again.
         if 0 <= before <= step and (known is None or known is state["step"]):
             short = min(step - before, steps)
         else:
@@ -487,9 +486,9 @@ def correct(
 
 
 def _shortened(share: float | Tensor | None) -> bool:
-    """Return whether averaging shortens a parameter's gradient; shares of rows are not looked at.
+    """Return whether averaging shortens a parameter's gradient; always True for shares of rows.
 
-    They are on the device, and the host should not wait for it.
+    Shares of rows are on the device, and the host should not wait for it.
     """
     return isinstance(share, Tensor) or (share is not None and share < 1)
 
@@ -517,8 +516,8 @@ def drop_broken(
     states = [state for one in optimizers for state in one.state.values()]
     tensors = [[v for v in s.values() if isinstance(v, Tensor)] for s in states]
     broken = [not all(map(is_finite, values)) for values in tensors]
-    # Several parts may hold the same parameter, and must step it alike.  A part does not know which
-    # states are broken on the others, so all parts drop all states.
+    # Several parts may hold the same parameter, and must make equal steps with it.  A part does not know
+    # which states are broken on the others, so all parts drop all states.
     everything = on_any_part(any(broken))
     for state, here in zip(states, broken, strict=True):
         if here or everything:

@@ -29,11 +29,11 @@ class Offload(NamedTuple):
     """The vectors that are kept in host memory."""
 
     residual: bool
-    shared: bool  # and the outer momentum, and the vectors of a late exchange
+    shared: bool  # also decides for the outer momentum and the vectors of a late exchange
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes of a device's memory tensors can still take; None if unknown."""
+    """Return how many bytes of a device's memory are free for tensors; None if unknown."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info(device)

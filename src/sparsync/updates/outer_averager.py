@@ -48,9 +48,9 @@ class OuterAverager(Averager):
         optimizers: the optimizers whose broken moments are dropped, and whose learning rate a step
             by signs uses.
 
-    Cost: as ``OuterStep``.
+    Cost: see ``OuterStep``.
     State: the state of the ``OuterEngine``, once it runs.
-    Differs from the paper: as ``OuterStep``.
+    Differs from the paper: see ``OuterStep``.
 
     Example:
         >>> from sparsync import simulate
@@ -63,7 +63,7 @@ class OuterAverager(Averager):
         >>> simulate(program, world_size=2).results
         [[0.5, 2.0], [0.5, 2.0]]
 
-    References: as ``OuterStep``.
+    References: see ``OuterStep``.
     """
 
     # the tables of schemes read settings and their defaults from this signature
@@ -93,7 +93,7 @@ class OuterAverager(Averager):
             "and Inf on all ranks",
         )
         super().__init__(model, nonfinite="spread", **given)
-        if self._binding:  # here, not only in ``begin``, because a state may be loaded before that
+        if self._binding:  # not only in ``begin``, because a state may be loaded before ``begin``
             trained = self._binding.trained.values()
             self.settings = self.settings.for_size(sum(p.numel() for p in trained))
         bound = self._binding and self._binding.optimizer
@@ -230,14 +230,14 @@ class OuterAverager(Averager):
         return {**reducer_stats(self.reducer, self.steps), **here, **own}
 
     def _count(self, comm: Communicator) -> None:
-        """Count the exchanges that end with this step, which started ``delay`` steps ago."""
+        """Count the exchanges that end with this step, i.e. that started ``delay`` steps ago."""
         while self.participation.averages < self.reducer.step:
             self.participation.note(self.settings.delay, comm.world_size)
 
     # ---- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank along with its own model and optimizer."""
+        """Return this rank's state; every rank saves its own, with its own model and optimizer."""
         require(not self._shows, f"the averager's state was saved {_SHOWN}")
         if self._loaded is not None:
             return sealed("averager", self._loaded)
@@ -251,7 +251,7 @@ class OuterAverager(Averager):
         return sealed("averager", {**self._place(), **start, **begins, **period})
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check that a saved state fits, on this rank alone and without changing anything."""
+        """Check on this rank alone that a saved state fits; nothing is changed."""
         return parse_state(self.reducer, self.check(state)["reducer"])
 
     def check(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

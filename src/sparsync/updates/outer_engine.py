@@ -51,11 +51,11 @@ class OuterState:
 
 
 def _nobody(_exchange: Begin) -> None:
-    """Start nothing: the exchange runs when its result is needed."""
+    """Return None, so that the exchange runs when its result is needed."""
 
 
 def alone(_here: bool) -> bool:
-    """Answer for the other parts of a replica on a single rank, which has none: return False."""
+    """Return False: a replica on a single rank has no other parts on which a condition could hold."""
     return False
 
 
@@ -120,7 +120,7 @@ class OuterEngine(Stateful):
         self._sent = [-1] * len(layout.fragments)
         self._under_way: list[Exchange] = []
         self._interrupted = False  # whether the last wait was broken off
-        # if a wait was broken off: its step, and whether its exchanges have still to begin
+        # if a wait was broken off: its step, and whether its exchanges have yet to begin
         self._left_off: tuple[int, bool] | None = None
         self._scratch = Scratch()
         self._part_of = {
@@ -133,7 +133,7 @@ class OuterEngine(Stateful):
             ledger.within(step)
 
     def go_on_with(self, weights: Weights, carry: Carry) -> None:
-        """Switch to other weights, e.g. to a copy when a rank leaves and its program keeps the model."""
+        """Continue with these weights, e.g. with a copy if a leaving rank's program keeps the model."""
         # a weak reference: an exchange in flight keeps this engine alive, but must not keep a model
         # alive that the user has dropped
         self._kept, self._carry = weakref.ref(weights), carry
@@ -145,7 +145,7 @@ class OuterEngine(Stateful):
         return weights
 
     def begin_again(self, shared: Tensor) -> None:
-        """Restart from other weights, equal on all ranks, without residuals or exchanges in flight."""
+        """Restart from weights that are equal on all ranks, without residuals or exchanges in flight."""
         self.memory, self.state = {"shared": self._at_home(shared)}, OuterState()
         self._under_way.clear()
         self._left_off = None
@@ -153,7 +153,7 @@ class OuterEngine(Stateful):
             residual.load(None)
 
     def read(self, weights: Weights | None = None) -> Tensor:
-        """Return a copy of weights, by default the engine's, on the device of ``memory``."""
+        """Return a copy of these weights, by default the engine's, on the device of ``memory``."""
         weights = weights or self._weights
         size = max((one.span.stop for one in self.layout.fragments), default=0)
         if not self._offloaded or not size:
@@ -175,7 +175,7 @@ class OuterEngine(Stateful):
         return self._memory_like.new_zeros(size)
 
     def _at_home(self, vector: Tensor, *, copy: bool = False) -> Tensor:
-        """Return a vector where ``memory`` is kept, a copy if it is elsewhere or ``copy`` is set."""
+        """Return a vector on the device of ``memory``; with ``copy``, always return a copy."""
         if self._offloaded:
             return self._zeros(vector.numel()).copy_(vector)
         return vector.to(self._memory_like.device, copy=copy)
@@ -188,7 +188,7 @@ class OuterEngine(Stateful):
         )
 
     def write(self, weights: Weights, values: Tensor) -> None:
-        """Replace weights by values that are on the device of ``memory``."""
+        """Replace weights with values that are on the device of ``memory``."""
         # one call if nothing is copied between devices, because each call is collective inside a node
         most = values.numel() if values.device == self._weights_like.device else None
         for place in self._runs(slice(0, values.numel()), most):
@@ -284,7 +284,7 @@ class OuterEngine(Stateful):
     def catch_up(
         self, memory: Mapping[str, Tensor], applied: Iterable[tuple[Sequence[Tensor], float]] = ()
     ) -> None:
-        """Adopt another rank's memory, then apply averages to it, each with its momentum, as others did.
+        """Adopt a peer's memory, then apply the averages that peers have applied, each with its momentum.
 
         This works only for a single fragment.
         """
@@ -406,22 +406,23 @@ class OuterEngine(Stateful):
         self._weights.reshard()
         for place in self._runs(slice(0, shared.numel())):
             self._weights.write(place, shared[place])
-        # In this vote, a part that has failed half way tells the others.  It has cleared from its
-        # residuals the changes that were delivered, so it may deliver the rest later.  This part keeps
-        # the changes that were delivered to it.
+        # In this vote, a part that has failed half way informs the others.  It has removed the delivered
+        # changes from its residuals, so it may deliver the rest later.  This part keeps the changes that
+        # were delivered to it.
         if finite:
             self._on_any_part(False)
 
     def hide_residuals(self, parts: Iterable[int]) -> None:
-        """Note that these fragments' weights are the shared ones, although residuals may be left."""
+        """Record that these fragments' weights equal the shared ones, although residuals may be left."""
         for part in parts if self.settings.residual == "weights" else ():
             self.contributions.shown[part] = 0.0
 
     def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
         """Return the undelivered changes of this rank, on a part of the vector."""
-        # If the weights include the residual, the result is the shared weights minus this rank's.
-        # Otherwise it is the change since the last exchange plus the residual.  If ranks weigh their
-        # updates, the second form is always needed, because the weight applies only to the change.
+        # If the weights include the residual, the undelivered changes are the shared weights minus this
+        # rank's weights.  Otherwise they are the change since the last exchange plus the residual.  If
+        # ranks weigh their updates, the second form is needed, because the weight applies only to the
+        # change.
         whole = self.settings.residual == "weights" and set(self.contributions.shown) == {1.0}
         if whole and not self.contributions.weighs:
             return self._shared(place).sub_(self._weights.read(place))
@@ -433,8 +434,8 @@ class OuterEngine(Stateful):
     async def _meet(self, step: int) -> bool:
         """Refuse to finish if local step counts differ; return whether all weights are finite.
 
-        Every channel carries the question, because another rank may be waiting in an exchange on any of
-        them, and that rank then gets its error immediately.
+        Ranks compare the counts on every channel, because a rank with a different count may be waiting in
+        an exchange on any of them.  That rank then gets its error immediately.
         """
         self._note(step)
         reducer = self.reducer
@@ -464,7 +465,7 @@ class OuterEngine(Stateful):
         return {**self.settings.described(), "period": self.period}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, to be saved per rank along with its own model and optimizer."""
+        """Return this rank's state; every rank saves its own, with its own model and optimizer."""
         memory = {name: vector.clone() for name, vector in self.memory.items()}
         saved = {
             **self.settings.place(self.period),
@@ -587,7 +588,7 @@ class OuterEngine(Stateful):
 
     def _distance(self) -> float:
         """Return ``|moved|^2 / |shared|^2`` of this rank over all parameters."""
-        # buffers and moments do not count: they have other magnitudes, and are averaged anyway
+        # buffers and moments do not count: their magnitudes differ, and they are averaged anyway
         whole = slice(0, self.layout.end)
         norms = [
             torch.linalg.vector_norm(vector)
@@ -603,7 +604,7 @@ class OuterEngine(Stateful):
     def _pieces(self, exchange: Exchange, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
         """Yield the tensors that form a part of the weights with which an exchange started.
 
-        They are yielded as by ``Weights.pieces``.
+        The form is that of ``Weights.pieces``.
         """
         if exchange.weights is None:
             return self._weights.pieces(place)
@@ -613,7 +614,7 @@ class OuterEngine(Stateful):
     def _seen(self, unit: int, kept: Tensor | None) -> tuple[Tensor | None, float]:
         """Return the residual that this rank's own weights include, or None, and its factor there.
 
-        ``kept`` is a unit's residual, or a run of it; with a cosine transform, it must be the whole.
+        ``kept`` is a unit's residual or, without a cosine transform, a run of it.
         """
         if kept is None or self.settings.residual != "weights":
             return None, 1.0
@@ -725,7 +726,7 @@ class OuterEngine(Stateful):
     def _began(self, place: slice) -> Tensor:
         """Return a copy of this rank's weights after the last exchange, rounded as the model stores them.
 
-        A 16-bit model starts from rounded weights.  The rounding is not part of its move, and must not
+        A 16-bit model starts from rounded weights.  This rounding is not part of its move, so it must not
         be added to the residual at every exchange.
         """
         return self.layout.rounded(place, self._base(place))
@@ -788,7 +789,7 @@ class Moves:
 
 
 def _within(span: slice, place: slice) -> slice:
-    """Return where a part of the vector lies, relative to a span."""
+    """Return the position of a part of the vector relative to a span."""
     return slice(place.start - span.start, place.stop - span.start)
 
 

@@ -34,7 +34,7 @@ def _in_bits(bits: int) -> Algorithm:
 @naming_options
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OuterStep:
-    """The settings of an outer step, by which ranks exchange the updates of ``period`` local steps.
+    """The settings of an outer step, in which ranks exchange the updates of ``period`` local steps.
 
     Updates are exchanged compressed, and an outer SGD applies their average to the shared weights::
 
@@ -66,15 +66,17 @@ class OuterStep:
             that suits the size of the model (``default_bits``).
         density: fraction k / n of the entries that are sent in an exchange, as index-value pairs.
         period: local steps between exchanges, H.  None means 1 for sparse algorithms.  For algorithms
-            that send every element, None means the period at which a step costs as many bytes as pairs
-            at this density would.  With ``algorithm=None``, it means 2, or 1 for models below a million
-            elements.  An ``AdaptivePeriod`` follows the measured drift.
+            that send every element, None means the period at which a step costs as many bytes as sending
+            index-value pairs at this density on every step.  With ``algorithm=None``, it means 2, or 1
+            for models below a million elements.  An ``AdaptivePeriod`` follows the measured drift.
         fragments: number of parts into which the model is divided.  They are about equally large,
             consist of whole parameters, and take turns within a period.
         delay: local steps from the start of an exchange until it is applied; less than the period.
-        warmup_steps: length of the warm-up, whose equal parts have the periods 1, 2, 4, ..., H.  Local
-            steps without an exchange cost most in the beginning, while weights change fast.
-        residual: "apart": all ranks continue from equal weights, as in the papers; or "weights".
+        warmup_steps: length of the warm-up, which is divided into equal parts with the periods 1, 2, 4,
+            ..., H.  Local steps without an exchange do most harm in the beginning, while weights change
+            fast.
+        residual: "apart" (all ranks continue from equal weights, as in the papers) or "weights" (see
+            above).
         outer_lr: the outer learning rate, > 0; 1 means averaging.
         momentum: the outer momentum, in [0, 1); None means 1 - 1 / world_size, as in BMUF.
         nesterov: use Nesterov's outer momentum, as in ``torch.optim.SGD``.
@@ -91,7 +93,7 @@ class OuterStep:
 
     Cost: one exchange of the algorithm every ``period`` steps.  Memory: 2 n elements for the residual and
     the shared weights, and n more with momentum.  An exchange by ``quantised`` works in runs of 1 MB (64
-    on an accelerator) and holds its messages, which take 3 n elements with as many bits as are sent.
+    on an accelerator) and holds its messages, i.e. 3 n elements at the width at which they are sent.
     Other algorithms and ``dct`` take n more elements, and ``delay`` takes three times the largest
     fragment.
     State: ``memory`` with the vectors ``shared`` and ``momentum``; ``OuterState``; the reducer's state.
@@ -188,9 +190,9 @@ class OuterStep:
             return self.period
         if self.algorithm is None:
             return _PERIOD  # until ``for_size``
-        # With H = bits / (64 density), a step costs as many bytes as pairs at this density would: at
-        # 1 %, 32 bits per element are exchanged every 50 steps. ``bits`` is 0 for algorithms that
-        # select entries; they exchange on every step.
+        # With H = bits / (64 density), a step costs as many bytes as sending pairs at this density on
+        # every step: at 1 %, 32 bits per element are exchanged every 50 steps. ``bits`` is 0 for
+        # algorithms that select entries; they exchange on every step.
         return max(1, math.ceil((self.chosen.bits or 0) / (_PAIR_BITS * self.density)))
 
     @cached_property
@@ -199,7 +201,7 @@ class OuterStep:
         return warm_exchanges(self.warmup_steps, self.first_period)
 
     def for_size(self, elements: int) -> OuterStep:
-        """If ``algorithm`` is None, choose it by the model's size, and the period if none is given.
+        """If ``algorithm`` is None, choose it by the model's size; also choose the period if it is None.
 
         Example:
             >>> chosen = OuterStep(algorithm=None).for_size(200_000)
@@ -221,7 +223,7 @@ class OuterStep:
         unit_bytes: int | None = None,
         warmup_steps: int = 0,
     ) -> OuterStep:
-        """Return these settings, updated with those that ``attach`` was given in other arguments."""
+        """Return these settings, updated with settings from other arguments of ``attach``."""
         algorithm = replace(
             self.chosen,
             compress=compress or self.chosen.compress,

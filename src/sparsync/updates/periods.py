@@ -18,7 +18,7 @@ __all__ = ["AdaptivePeriod", "drift_of", "followed", "share_of", "warm_exchanges
 
 @dataclass(frozen=True)
 class AdaptivePeriod:
-    """A rule that keeps the drift near a limit: how far ranks move apart, relative to the weights.
+    """A rule that keeps the drift, i.e. how far ranks move apart relative to the weights, near a limit.
 
     ::
 
@@ -104,8 +104,8 @@ def share_of(moved: Tensor, shared: Tensor) -> float:
 
 async def drift_of(square: float, reducer: Reducer) -> float:
     """Return the root mean square over ranks, which is equal on all of them."""
-    # Gather the values, and sum them in rank order on each rank: the sum decides the next period,
-    # which must be equal on all ranks, and a native allreduce promises equal sums only up to rounding.
+    # Gather the values, and sum them in rank order on each rank.  The sum decides the next period, which
+    # must be equal on all ranks, and a native allreduce guarantees equal sums only up to rounding.
     mine = torch.tensor([square], dtype=torch.float64, device="cpu")
     try:
         everyone = await reducer.channel("drift").allgather(mine, "drift")

@@ -51,8 +51,8 @@ SCALER_KIND: Final = Either(
         ),
     )
 )
-# Settings of parameter groups that need special rules: switches, which may be None or a bool; rates,
-# which are never negative; and numbers that torch's schedulers add.
+# Settings of parameter groups with special rules: switches, which may be None or a bool; rates, which are
+# never negative; and numbers that torch's schedulers add.
 _SWITCHES: Final = ("foreach", "fused", "capturable", "differentiable", "maximize")
 _RATES: Final = ("lr", "eps", "weight_decay")
 _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
@@ -64,8 +64,8 @@ def own_state(
     """Return copies of this rank's parts of these parameters, its buffers and its optimizer states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, trained).items()}
     moments = {
-        # A parameter that has had no gradient yet is saved as {}.  As every name is saved, a missing one
-        # is noticed.
+        # A parameter that has had no gradient yet is saved as {}.  Every name is saved, so that a missing
+        # name is noticed.
         name: {key: _copy(value) for key, value in one.state.get(parameter, {}).items()}
         for one in optimizers
         for name, parameter in _named(module, trained, one)
@@ -179,7 +179,7 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
 
 
 def _number_kind(least: float, value: Any = 0.0) -> Kind:
-    """Describe a number or a one-element tensor, because each run may store a rate as either."""
+    """Describe a number or a one-element tensor; either may store a rate, depending on the run."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
     # Inf counts as damage, unless it is also the live setting, e.g. to switch a clip off
@@ -280,7 +280,7 @@ def _copy(value: Any) -> Any:
 
 def _like(value: Any, parameter: Tensor) -> Any:
     """Return a moment of a sharded parameter as a DTensor with the parameter's placements."""
-    # a value of another shape, e.g. a step count, stays a plain tensor
+    # a value whose shape differs, e.g. a step count, stays a plain tensor
     if (
         not hasattr(parameter, "to_local")
         or getattr(value, "shape", None) != local_of(parameter).shape

@@ -31,11 +31,11 @@ def outer_kinds(
     then taken from the saved vector, which is compared with the model when the first step begins.
 
     Args:
-        state: the saved state.  Only counts are taken from it, and the progress of its exchanges.
+        state: the saved state.  Only counts and the progress of its exchanges are taken from it.
         layout: the layout of the live vectors; it has no fragments before the first step.
         known: the live vectors.
         fragments: the configured number of fragments.
-        momentum: whether the outer step has momentum, and so may have saved a velocity.
+        momentum: whether the outer step has momentum, so that it may have saved a velocity.
         rule: the rule of an adaptive period.
     """
     # Any part of the state may be damaged, so no field is used before its type is tested.  Here, a field

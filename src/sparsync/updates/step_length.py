@@ -28,7 +28,7 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
         "Adadelta": False,
         "Adafactor": True,
         "Adagrad": False,
-        "Adam": False,  # only with amsgrad; otherwise ``correct`` does this without a copy of the weights
+        "Adam": False,  # only with amsgrad; otherwise ``correct`` needs no copy of the weights
         "Adamax": False,
         "AdamW": True,
         "Muon": True,
@@ -63,7 +63,7 @@ def of_own_length(
 
 
 def floats(numbers: Iterable[Any]) -> list[float]:
-    """Return numbers, or tensors of one number each, as floats; None is 0.
+    """Return numbers, or tensors of one number each, as floats; None becomes 0.
 
     The host waits once for all numbers on a device.
     """
@@ -116,8 +116,8 @@ def lengthen(
         # step = (1 - decay) (w' - w) + decay w'
         if decays and (decay := decay_of[id(group)]):
             step.mul_(1 - decay).add_(weights, alpha=decay)
-            # A parameter without a gradient is usually not even decayed; then its step is 0, not
-            # decay w'.  A mask stays on the device, so the host need not wait to know which case it is.
+            # A parameter without a gradient is usually not decayed either; its step is then 0, not
+            # decay w'.  The mask stays on the device, so the host need not wait to know the case.
             if rests is not None:
                 step.masked_fill_(rests, 0.0)
         # by chance, a measured share may be below the least possible one, 1 / P, that of pure noise

@@ -76,8 +76,8 @@ _NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avo
 # The user is warned if less than this fraction of the lasting part of gradients is common to all ranks,
 # i.e. if the parts particular to single ranks are larger.
 _AGREEING = 0.5
-# This many steps or passes in a row without an exchange count as a mistake.  A GAN's other player also
-# makes steps without an exchange, which are intended, but fewer in a row.
+# This many steps or passes in a row without an exchange count as a mistake.  In a GAN, steps of the
+# network that is not attached are intended and cause no exchange, but there are fewer of them in a row.
 _IDLE = 100
 _PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _CURE = "load a state that this handle's state_dict() returned, into the same set-up"
@@ -90,7 +90,8 @@ class UpdateRanks(ABC):
 
     Attributes:
         membership: the presence of this rank, through which it may leave.
-        asked: whether ranks ask each other which weights they begin with; all must then meet for this.
+        asked: whether ranks ask each other which weights they begin with; if so, all of them must do so
+            together.
     """
 
     membership: Presence
@@ -143,7 +144,7 @@ class AllRanks(UpdateRanks):
     def begin_together(
         self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
     ) -> bool:
-        """Ask all ranks."""
+        """Ask all ranks whether they begin from loaded weights."""
         with comms[0].exchange():
             return begin_together(comms, loaded, own, since)
 
@@ -157,7 +158,7 @@ class AllRanks(UpdateRanks):
         node, comm = self._weights.node, self._outer.reducer.comm
         with comm.ledger.outside_steps():
             run(self._outer.deliver())
-            # these were not exchanged, and DDP's broadcast before every forward pass is off
+            # these tensors were not exchanged, and DDP's broadcast before every forward pass is off
             others = self._weights.others()
             with self._outer.reducer.exchanging():
                 for ranks in [comm] if node is None else [node.consensus.parts, comm]:
@@ -188,7 +189,7 @@ class Carrier:
 
         def job() -> float:
             begin = time.perf_counter()
-            # not ``torch.cuda.stream(None)``, which does nothing but initialise CUDA
+            # ``torch.cuda.stream(None)`` would do nothing, but initialise CUDA
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 run(exchange())
             return time.perf_counter() - begin
@@ -196,7 +197,7 @@ class Carrier:
         return _Carried(self.engine.submit(job), self)
 
     def book(self, busy: float, waited: float) -> None:
-        """Add the duration of an exchange in seconds, and the time that the training thread waited."""
+        """Add the seconds of an exchange, and the seconds that the training thread waited for it."""
         self.busy += busy
         self.waited += waited
 
@@ -250,7 +251,7 @@ class UpdateSync(Handle):
 
     @property
     def steps(self) -> int:
-        """The number of finished local steps; a rank that joins takes this number from its peers."""
+        """The number of finished local steps; a joining rank takes over the number of its peers."""
         return self.outer.steps
 
     @property
@@ -295,7 +296,7 @@ class UpdateSync(Handle):
         """Return a bucket unchanged, or averaged over the node."""
         node, buffer = self._weights.node, bucket.buffer()
         if node is not None:
-            # at the end of the backward pass, the check raises if an average of the node has failed
+            # at the end of the backward pass, ``check`` raises if an average of the node has failed
             if bucket.is_last():
                 call_after_backward(node.check)
             return node.average_(buffer)
@@ -327,9 +328,9 @@ class UpdateSync(Handle):
     def _note_start(self) -> None:
         """Before the first step, note the weights with which this rank begins.
 
-        This happens before the rank's first batch, because SAM, and layers that initialise themselves on
-        the first batch, change weights.  Other ranks are asked later (``_check_start``), because a rank
-        may do passes alone, e.g. to find its batch size.
+        This happens before the rank's first batch, because SAM changes weights, and so do layers that
+        initialise themselves on the first batch.  Other ranks are asked later (``_check_start``), because
+        a rank may run passes alone, e.g. to find its batch size.
         """
         if not self._ranks.asked:
             self._check_start()  # ask now, because a rank with other weights must not join
@@ -340,8 +341,8 @@ class UpdateSync(Handle):
     def _check_start(self) -> None:
         """Before the first step, begin from weights loaded after ``attach``, if all ranks loaded them.
 
-        Without this, their difference from the old weights would be delivered as if it were an update.
-        Every rank asks once, even if it has loaded nothing, because others may have loaded weights.
+        Otherwise, the difference between loaded and old weights would be delivered as an update.  Every
+        rank asks once, even if it has loaded nothing, because its peers may have loaded weights.
         """
         if not self._begins:
             return
@@ -357,7 +358,7 @@ class UpdateSync(Handle):
             self._changes.remember()
 
     def _check_moments(self) -> None:
-        """Refuse moments that have replaced the ones loaded by the handle, e.g. by rank 0's."""
+        """Refuse moments that have replaced those loaded by the handle, e.g. rank 0's moments."""
         for one, loaded in zip(self.outer.optimizers, self._moments, strict=True):
             require(
                 same_moments(one.state, loaded),
@@ -411,7 +412,7 @@ class UpdateSync(Handle):
     def _look_outside(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn once of parameters that an optimizer steps, but that no handle exchanges.
 
-        They are not refused, because DDP may exchange them, or each rank may be meant to have its own.
+        They are not refused: DDP may exchange them, or they may be private to each rank on purpose.
         """
         groups = optimizer.param_groups
         if self._groups.get(optimizer) == len(groups):  # the usual case: no group was added
@@ -437,7 +438,7 @@ class UpdateSync(Handle):
     def _before_forward(self) -> None:
         ddp, module = self._ddp(), self._plain()
         if self._weights.node is not None:
-            # checked before DDP prepares for a backward pass, in which the node averages gradients
+            # check this before DDP prepares for a backward pass, in which the node averages gradients
             self.reducer.comm.check_whole()
         if ddp is not None:
             module = ddp.module
@@ -456,7 +457,7 @@ class UpdateSync(Handle):
             if not torch.compiler.is_compiling():  # otherwise ``_check_start`` looks at the weights
                 self._note_start()
         elif self._begins:
-            # checked here, because the user calls ``step`` only after the optimizer's step
+            # check this here, because the user calls ``step`` only after the optimizer's step
             self._begins = False
             require(
                 not self._loaded(self.outer.read(self._weights)),
@@ -492,8 +493,8 @@ class UpdateSync(Handle):
         """Weigh this rank's updates by the number of samples in its steps since the last exchange.
 
         Call it on all ranks before every ``optimizer.step()``, starting with the first, and pass one
-        number >= 0: tokens, samples, or other units over which the loss is a mean.  A rank that has
-        seen no data may skip the call.  If no rank ever calls it, all weigh the same.
+        number >= 0: the tokens, samples or other units over which the loss is a mean.  A rank that has
+        seen no data may skip the call.  If no rank ever calls it, all ranks have the same weight.
 
         Raises:
             ConfigurationError: the call does not pass exactly one valid number, the first call comes
@@ -530,8 +531,8 @@ class UpdateSync(Handle):
         this rank skips an iteration that other ranks run.
 
         Raises:
-            NonFiniteGradientError: NaN or Inf on some rank in two exchanges in a row.
-            CommunicationError: a peer is gone, or took longer than the timeout.
+            NonFiniteGradientError: two exchanges in a row contained NaN or Inf from some rank.
+            CommunicationError: a peer has died, or took longer than the timeout.
         """
         with self._ranks.step() as present:
             if present:
@@ -555,8 +556,8 @@ class UpdateSync(Handle):
             self._before = outer.steps, self.reducer.comm.ledger.set_up()
             self._started = time.perf_counter()
         # The order matters: samples and buffers are part of the vector that ``advance`` reads, and
-        # ``remember`` must see the weights as the exchange leaves them.  The step counts even if this
-        # raises, because the other ranks make it.
+        # ``remember`` must see the weights that the exchange leaves.  The step counts even if this
+        # raises, because the other ranks make the step.
         try:
             if self._weights.noise is not None and outer.begins_last(outer.steps):
                 former = (p for o in self._resting for g in o.param_groups for p in g["params"])
@@ -656,7 +657,7 @@ class UpdateSync(Handle):
         return self._own.shared()
 
     def _loaded_start(self) -> Tensor | None:
-        """Return the shared weights with which this rank begins, if it has loaded any since attach."""
+        """Return the shared weights with which this rank begins if it has loaded any; otherwise None."""
         if not self._begins:
             return None
         # the note holds unless the weights were replaced since, e.g. by a checkpoint
@@ -665,14 +666,14 @@ class UpdateSync(Handle):
         own, shared = self.outer.read(self._weights), self.outer.memory["shared"]
         end = self.outer.layout.end
         # Buffers (from ``end`` on) are taken from the shared weights: a batch may already have changed
-        # this rank's own, and buffers are averaged anyway.
+        # this rank's buffers, and buffers are averaged anyway.
         return torch.cat([own[:end], shared[end:]]) if self._loaded(own) else None
 
     @outside_inference
     def finish(self) -> None:
         """Exchange everything that is left and make replicas equal.
 
-        All ranks call this, and may continue training afterwards.
+        All ranks must call this; they may continue training afterwards.
         """
         self._own.check("finish()")
         run(self.outer.resume())
@@ -697,7 +698,7 @@ class UpdateSync(Handle):
     # ---- state -------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return plain numbers: local steps, exchanges, bytes in total and by phase, residual norms."""
+        """Return plain numbers: local steps, exchanges, bytes (in total and by phase), residual norms."""
         outer, node = self.outer, self._weights.node
         inner = [self._inner, node and node.comm]
         phases = [comm.ledger.by_phase() for comm in inner if comm is not None]
@@ -770,15 +771,14 @@ class UpdateSync(Handle):
         }
 
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
-        """Check that a saved state fits, on this rank alone and without changing anything.
+        """Check on this rank alone that a saved state fits; nothing is changed.
 
         Raises:
-            ConfigurationError: the state does not fit; the message names the first field that does
-                not.
+            ConfigurationError: the state does not fit; the message names the first field that is wrong.
         """
         content = opened(state, "updates")
-        # Settings are checked first, so that a state saved with other settings is refused for that
-        # reason, not for the first field that it lacks.
+        # Settings are checked first, so that a state saved with different settings is refused for that
+        # reason, not because a field is missing.
         check_saved(content, Fields(self.outer.place(), more=object), "state", _CURE)
         check_saved(content, Fields(self.kinds(content)), "state", _CURE)
         return parse_state(self.reducer, content["reducer"])
@@ -791,14 +791,14 @@ class UpdateSync(Handle):
 
     @outside_inference
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where this rank's ``state_dict`` was taken, bit for bit; all ranks call it.
+        """Resume, bit for bit, from a state that this rank has saved; all ranks must call this.
 
         Raises:
             ConfigurationError: see ``validate``; other ranks raise a ``CheckpointError`` that names this
                 rank.
             PeerError: the ranks' states are from different saves.
 
-        If it raises, nothing was changed on any rank.
+        If this raises an error, nothing has changed on any rank.
         """
         self._own.check("load_state_dict()")
         run(self.outer.settle())

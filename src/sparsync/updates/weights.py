@@ -23,7 +23,7 @@ from sparsync.updates.outer_engine import OuterEngine
 
 __all__ = ["ModelWeights", "OwnWeights", "trained_of"]
 
-_UNSEEN: Final = (0, -1)  # the mark of a buffer that was not inspected yet
+_UNSEEN: Final = (0, -1)  # the mark of a buffer that has not been inspected yet
 _SAMPLES: Final = "(samples of gradients)"  # no buffer can have this name
 
 
@@ -31,15 +31,15 @@ def trained_of(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, nn
     """Return the parameters whose updates are exchanged, by name.
 
     Raises:
-        ConfigurationError: a parameter is complex, has no values yet, or is on another device than the
-            first.
+        ConfigurationError: a parameter is complex, has no values yet, or is not on the device of the
+            first parameter.
     """
     trained = {
         name: parameter
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     }
-    places: dict[torch.device, str] = {}  # and the first parameter of each
+    places: dict[torch.device, str] = {}  # the first parameter on each device
     for name, parameter in trained.items():
         if parameter.is_complex():
             raise ConfigurationError(
@@ -160,7 +160,7 @@ class ModelWeights(Weights):
         return {name: self._tensor(name) for name in self.buffers if name not in self.left_out}
 
     def frozen(self) -> dict[str, Tensor]:
-        """Return the parameters that were not trained when the model was attached, by name."""
+        """Return the parameters that did not train when the model was attached, by name."""
         named = dict(self._module.named_parameters())
         return {name: local_of(named[name]) for name in self._frozen if name in named}
 
@@ -182,7 +182,7 @@ class ModelWeights(Weights):
                 for name, buffer in self._module.named_buffers()
                 if name not in self._local
                 and writable(buffer)
-                # one that has grown since attach is not exchanged as a whole
+                # a buffer that has grown since ``attach`` is not exchanged as a whole
                 and (name not in self.buffers or buffer.numel() != self._sizes[name])
             }
         # shapes are part of the names, so that ranks compare them as well
@@ -193,18 +193,18 @@ class ModelWeights(Weights):
         self.ranks = ranks
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Leave out these buffers from now on, and no others."""
+        """From now on, leave out exactly these buffers."""
         self.left_out = frozenset(names)
         self._marks = dict.fromkeys(self.left_out, _UNSEEN)
 
     def reshard(self) -> None:
-        """Make FSDP2 free the whole parameters that an evaluation has left, because they are stale."""
+        """Make FSDP2 free unsharded parameters that an evaluation has left, because they are stale."""
         for owner in self._module.modules() if self._sharded else ():
             if hasattr(owner, "unshard"):
                 owner.reshard()  # type: ignore[operator]
 
     def _within(self, place: slice) -> Iterator[tuple[str, Tensor, slice, slice]]:
-        """Yield the tensors in a part of the vector: name, tensor, elements, and their place there."""
+        """Yield each tensor in a part of the vector: name, tensor, elements, and their position."""
         start, stop = place.start or 0, self._ends[-1] if place.stop is None else place.stop
         for number in range(bisect_right(self._ends, start), len(self._ends)):
             begin = self._ends[number - 1] if number else 0
@@ -227,7 +227,7 @@ class ModelWeights(Weights):
 
     @torch.no_grad()
     def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield the tensors that form a part of the vector, each after its place; None means zeros."""
+        """Yield the tensors that form a part of the vector, each after its position; None means zeros."""
         for name, tensor, inside, here in self._within(place):
             # inside a node, the vector holds one run of each tensor: its size over ranks, rounded up
             first, middle = self._rank * -(-tensor.numel() // self._divisor), here.start
@@ -241,7 +241,7 @@ class ModelWeights(Weights):
 
     @torch.no_grad()
     def write(self, place: slice, values: Tensor, *, add: bool = False) -> None:
-        """Replace a part in place, or add to it; inside a node, this is collective."""
+        """Overwrite a part of the vector, or add to it; inside a node, this is collective."""
         # values go to the device of the weights first; inside a node, row r holds rank r's runs
         values = values.to(self._like.device)
         rows = values[None] if self.node is None else self.node.gathered(values)
@@ -303,8 +303,8 @@ class ModelWeights(Weights):
         """Receive the averages of the gradient samples, which are at the end of the vector.
 
         The averages are read from the ``shared`` vector, because all ranks must compute equal shares.
-        The rank's own vector will not do: a late exchange is added to it, which rounds differently on
-        each rank.
+        The rank's own vector cannot be used: adding a late exchange to it rounds differently on each
+        rank.
         """
         if self.noise is not None and any(name == _SAMPLES for name, *_ in self._within(span)):
             values = self.noise.values
@@ -339,7 +339,7 @@ class OwnWeights:
         )
 
     def copied(self) -> tuple[Tensor, bool]:
-        """Return a copy, and whether the program has written to these weights since the last step."""
+        """Return a copy of the weights, and whether the program wrote to them since the last step."""
         with self._lock:
             if self._aside is not None:
                 return self._aside, False
@@ -351,7 +351,7 @@ class OwnWeights:
         # the rank's own weights are restored even if the block raises, because they would be lost if
         # training went on from the shared ones
         with self._lock:
-            replaced = self.changes.replaced()  # then the next step must still see it, and refuse
+            replaced = self.changes.replaced()  # the next step must still see this, and refuse it
             # read from the model, because an engine that runs apart has its own copy
             outside, before = self._aside, self.outer.read(self.weights)
             self.weights.reshard()
@@ -361,7 +361,7 @@ class OwnWeights:
             yield
         finally:
             with self._lock:
-                self.weights.reshard()  # an evaluation leaves whole parameters, which are stale now
+                self.weights.reshard()  # an evaluation leaves unsharded parameters, which are stale now
                 self.outer.write(self.weights, before)
                 self._aside = outside
                 if not replaced:

@@ -36,7 +36,7 @@ _FROM_MEMORY: Final = frozenset(
 
 
 def plain_optimizers(given: Any) -> list[Optimizer]:
-    """Return the optimizers that change the weights, without wrappers such as Accelerate's or SAM.
+    """Return the optimizers that change the weights, without wrappers such as SAM.
 
     A wrapper is any object that holds an optimizer in one of its attributes.  Training loops call the
     wrapper or the inner optimizer (SAM's ``second_step``).  In both cases the inner optimizer steps
@@ -147,7 +147,7 @@ def check_stepped(given: Any) -> None:
 
 
 def check_steps_some(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Refuse optimizers that step no parameter of the model; they may have been made from a copy of it.
+    """Refuse optimizers that step no parameter of the model, e.g. because they were made from a copy.
 
     Raises:
         ConfigurationError: none of the optimizers steps any of the parameters that train.

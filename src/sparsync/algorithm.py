@@ -275,7 +275,7 @@ def default_bits(elements: int) -> int:
 
 def check_density(density: float) -> float:
     """Return the density as a float; refuse one outside (0, 1]."""
-    # subnormal floats are invalid as well, because their inverse is infinite
+    # subnormal floats are also invalid, because their inverse is infinite
     least = sys.float_info.min
     if (
         isinstance(density, bool)

@@ -238,8 +238,8 @@ def _alone() -> Communicator:
 def _run(program: _Program[T], comm: Any) -> T:
     """Run a program to its end on this process's rank."""
     comm = _communicator(comm)
-    # the first ``iallreduce`` hands the sockets to its thread, so later blocking calls must use that
-    # thread as well
+    # the first ``iallreduce`` hands the sockets to its thread, so later blocking calls must also use
+    # this thread
     engine = comm.companions.get("background")
     if isinstance(engine, _Background):
         return engine.start(program, comm).result()
@@ -271,7 +271,7 @@ class _Background:
         self._calls = 0
 
     def start(self, program: _Program[T], comm: Communicator) -> Future[T]:
-        """Start a program on the next channel; calls have the same numbers on all ranks."""
+        """Start a program on the next channel; all ranks give a call the same channel."""
         self._open = [future for future in self._open if not future.done()]
         if len(self._open) >= _MOST_OUTSTANDING:
             raise ConfigurationError(
@@ -315,7 +315,7 @@ class _Totals:
         return self._entries.get(kind, -1)
 
     def note(self, kind: str, entries: int) -> None:
-        """Remember a total; forget the oldest kind if there are too many."""
+        """Remember a total; forget the oldest kind of call if there are too many."""
         self._entries[kind] = entries
         if len(self._entries) > _MOST_KINDS:
             del self._entries[next(iter(self._entries))]

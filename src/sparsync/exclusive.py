@@ -132,7 +132,7 @@ def _on_all_optimizers(hook: Callable[..., None], sync: object) -> Callable[[], 
 
 
 def check_outermost(model: nn.Module) -> None:
-    """Refuse a model that contains a DDP module, which would exchange gradients as well.
+    """Refuse a model that contains a DDP module, because it would also exchange gradients.
 
     Raises:
         ConfigurationError: there is a DDP module inside; the message names it.
@@ -162,7 +162,7 @@ def check_outside_ddp(module: nn.Module) -> None:
 
 
 def check_unattached(model: nn.Module) -> None:
-    """Refuse a model with parameters that are exchanged already.
+    """Refuse a model with parameters that a handle exchanges already.
 
     Raises:
         ConfigurationError: a parameter is exchanged already; the message names the first one.

@@ -47,7 +47,7 @@ class Presence:
         raise ConfigurationError("carry() is for ranks that join, with elastic=; omit it")
 
     def leave(self) -> None:
-        """Refuse to leave."""
+        """Refuse to leave, because the rank takes part in every step."""
         raise ConfigurationError(
             "leave() is for elastic=; without it, all ranks train to the end, so end them together"
         )
@@ -176,7 +176,7 @@ class Handle(ABC):
         self.membership.carry(**named)
 
     def leave(self) -> None:
-        """Leave after the next two exchanges; the first of them hands this rank's residual to others.
+        """Leave after the next two exchanges; the first of them hands this rank's residual to its peers.
 
         A SIGTERM has the same effect, and also ends the process once this rank has ``left``.
 
@@ -199,7 +199,7 @@ class Handle(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state."""
+        """Return this rank's state, for ``load_state_dict``."""
 
     @abstractmethod
     def validate(self, state: Mapping[str, Any]) -> ParsedState:
@@ -229,7 +229,7 @@ class Handle(ABC):
 
     @abstractmethod
     def _before_close(self) -> None:
-        """Warn about anything that a regular ``close`` would leave undone."""
+        """Warn, before a regular ``close``, about work that it would leave undone."""
 
     def _close(self) -> None:
         if os.getpid() != self._pid:  # the parent's sockets, groups and log are still in use

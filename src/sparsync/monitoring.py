@@ -247,7 +247,7 @@ class XiProbe:
 
     ``average`` is the vector that is applied, including the errors of collective and codec.  Learning
     rates cancel.  Means and norms are taken over the sample.  It consists of one coordinate from every
-    run of ``every`` elements, is the same on all ranks, and is drawn anew for every measurement.
+    run of ``every`` elements, is the same on all ranks, and is drawn again for every measurement.
 
     Args:
         period: steps between measurements; None for no measurements.
@@ -284,7 +284,7 @@ class XiProbe:
         self._sums: Tensor | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether a step is measured."""
+        """Return whether xi is measured in a step."""
         return self.period is not None and step >= self.start and step % self.period == 0
 
     def accumulate(self, step: int, unit: int, start: int, gradient: Tensor) -> None:
@@ -354,7 +354,7 @@ def _square(x: Tensor) -> float:
 
 
 def _at(total: Vector, indices: Tensor) -> Tensor:
-    """Return the elements at ascending indices, on the CPU."""
+    """Return the elements of a total at ascending indices, on the CPU."""
     where = indices.to(total.values.device)
     if isinstance(total, DenseVector):
         return total.values[where].cpu()

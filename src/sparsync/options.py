@@ -155,12 +155,12 @@ class Transport:
 
     @property
     def waits(self) -> dict[str, float]:
-        """The time limits, which every transport accepts."""
+        """The time limits by name; every transport accepts them."""
         return {"timeout": self.timeout, "connect_timeout": self.connect_timeout}
 
     @property
     def sockets(self) -> dict[str, Any]:
-        """The settings that only zmq accepts."""
+        """The socket settings by name; only zmq accepts them."""
         names = "curve_keys", "interface", "port_range", "advertise"
         return {name: getattr(self, name) for name in names}
 

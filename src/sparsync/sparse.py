@@ -146,7 +146,7 @@ class SparseVector:
         return dense
 
     def to(self, device: torch.device) -> SparseVector:
-        """Move to a device."""
+        """Return this vector with its tensors on a device."""
         indices, values = self.indices.to(device), self.values.to(device)
         return SparseVector(indices, values, self.size, self.absent)
 
@@ -187,8 +187,8 @@ class SparseVector:
         """Return an equal vector whose ``absent`` is 0."""
         if self.absent == 0:
             return self
-        # zeros are stored as well: if the result is given to the same operation again, an element that
-        # is not stored counts as the neutral element
+        # zeros are also stored: if the result is given to the same operation again, elements that are
+        # not stored count as the neutral element
         everywhere = torch.arange(self.size, device=self.indices.device)
         return SparseVector(everywhere, self.to_dense(), self.size)
 
@@ -262,7 +262,7 @@ class DenseVector:
         return self.values.numel()
 
     def to(self, device: torch.device) -> DenseVector:
-        """Move to a device."""
+        """Return this vector with its tensor on a device."""
         return DenseVector(self.values.to(device), self.absent)
 
     def to_dense(self) -> Tensor:
@@ -333,7 +333,7 @@ def run_length(like: Tensor) -> int:
 
 
 def runs(size: int, like: Tensor, most: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each run of a vector, of ``most`` or else ``run_length(like)`` elements."""
+    """Yield start and end of a vector's runs, of at most ``most`` or ``run_length(like)`` elements."""
     step = most or run_length(like)
     for start in range(0, size, step):
         yield start, min(start + step, size)
@@ -347,7 +347,7 @@ def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _first_nonfinite(values: Tensor, dtype: torch.dtype | None) -> int | None:
-    """Return the position of the first NaN or Inf; if there is none, this takes a single pass."""
+    """Return the position of the first NaN or Inf, or None; without any, this takes a single pass."""
     if dtype == torch.float16:  # the other dtypes have the range of float32 and cannot overflow
         values = values.to(dtype)
     # The magnitude keys of Inf and NaN are greater than those of all numbers. With a limit of 0, ``find``

@@ -176,13 +176,13 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> ConfigurationErro
     Args:
         kind: "algorithm", "exchange", ..., for the message.
         given: the name.
-        known: the existing names; their aliases may be suggested as well.
+        known: the existing names; the error may also suggest their aliases.
 
     Example:
         >>> str(unknown("exchange", "SSAR_Split_allgater", ["dense", "split-allgather"]))[:65]
         "unknown exchange 'SSAR_Split_allgater' (did you mean SSAR_Split_a"
     """
-    # a name such as "packed, int8" would fall apart in the list; its hyphenated form is accepted as well
+    # a name such as "packed, int8" would look like two names in the list, so show its hyphenated form
     names = [name.replace(", ", "-") for name in known]
     like = [*names, *(alias for alias, name in ALIASES.items() if name in names)]
     near = suggestion(given, like) if isinstance(given, str) else ""

@@ -154,7 +154,7 @@ def output_parameters(model: nn.Module, given: Collection[str] | None = None) ->
         >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
         ['2.weight', '2.bias']
     """
-    # a tied weight belongs to the last module as well, but is named after the first module that holds it
+    # a tied weight also belongs to the last module, but is named after the first module that holds it
     everywhere = list(model.named_parameters(remove_duplicate=False))
     last = everywhere[-1][0].rpartition(".")[0] if everywhere else ""
     names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
@@ -183,7 +183,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether this rank's part of a tensor has no NaN or Inf; sparse tensors are allowed."""
     part = local_of(tensor)
-    # values with the same index are checked one by one; their sum is assumed to be finite as well
+    # values with the same index are checked one by one; their sum is assumed to be finite too
     return bool(torch.isfinite(part._values() if part.is_sparse else part).all())
 
 
@@ -246,7 +246,7 @@ def check_values(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def training(model: nn.Module) -> list[Any]:
-    """Return identity, dtype and device of the trained parameters, once for each module that holds one.
+    """Return the identity, dtype and device of each trained parameter, once per module that holds it.
 
     Two such lists can be compared fast enough for every step.  The identity is negated once an
     optimizer steps the parameter inside ``backward()`` (see ``check_stepped_later``).
@@ -264,7 +264,7 @@ def training(model: nn.Module) -> list[Any]:
 
 
 def kinds_of(parameters: Mapping[str, Tensor]) -> dict[str, Kind]:
-    """Return dtype and device of parameters, by name."""
+    """Return the dtype and device of parameters, by name."""
     return {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
 
 
@@ -278,7 +278,7 @@ def check_same_parameters(
     """Refuse a model that trains parameters which are neither ``exchanged`` nor ``ignored``.
 
     Such parameters were unfrozen, added or replaced after the exchange was set up.  Parameters whose
-    ``kinds`` have changed are refused as well (``kinds_of``).  Parameters named in ``alone`` are private
+    ``kinds`` have changed are also refused (``kinds_of``).  Parameters named in ``alone`` are private
     to each rank, and not checked.  Tensors that ``torch.func.functional_call`` substitutes for parameters
     are ignored, because they exist only during that call.
 

@@ -69,7 +69,7 @@ class DistributedState:
         self._sync = sync
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies, under a key that is unique to this rank."""
+        """Return a copy of this rank's state, under a key that is unique to the rank."""
         state = self._sync.state_dict()
         self._fill(state["content"]["reducer"])
         tensors, rest = _apart(state)

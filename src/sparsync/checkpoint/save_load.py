@@ -546,7 +546,7 @@ def _same_steps(sync: Saveable) -> int:
         CheckpointError: ranks have taken different numbers of steps, or committed different numbers
             of exchanges.
     """
-    _communicators(sync)  # waits for exchanges in flight, which count as well
+    _communicators(sync)  # waits for exchanges in flight, which also count
     here, done = getattr(sync, "steps", sync.reducer.step), sync.reducer.step
     # the minimum is minus the maximum of the negatives, so one primitive serves both
     a, most, b, last = _all_greatest(sync, [-here, here, -done, done])

@@ -234,7 +234,7 @@ class Attendance:
         take: Callable[[bytearray], None],
         others: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        """Wait until all ranks have the weights after the last step, by applying it or from a copy.
+        """Wait until all ranks have the weights after the last step, from this step or from a copy.
 
         Args:
             copy: returns a copy of this rank's state.
@@ -254,7 +254,7 @@ class Attendance:
                 )
             try:
                 if run(members.end(whole=self._has_copy())):
-                    # the training thread, which waits for this one, may have used another stream
+                    # the training thread, which waits for this thread, may have used a different stream
                     self._wait_for_gpus()
                     if (
                         members.behind
@@ -495,7 +495,7 @@ class Attendance:
     # ---- copies ------------------------------------------------------------------------------------
 
     def offer(self, copy: Callable[[], memoryview]) -> None:
-        """Serve a copy of the state before the open step, if a rank wants one and this rank has it."""
+        """Serve a copy of the state before the open step, if a peer wants it and this rank has it."""
         members = self.members
         # the optimizers of an idle rank no longer step, so a copy of its state would be outdated
         if self.group.copies.wanted.is_set() and not (members.behind or members.idle):

@@ -355,8 +355,8 @@ class Members:
                 former = spare.minus[unit] if spare and spare.minus else None
                 delivered = DenseVector(_copy_of(residual.accumulated, former))
             if self.deals:
-                # accumulated = delivered + residual; the residual went to other ranks, so everything
-                # accumulated is gone
+                # accumulated = delivered + residual; the residual went to other ranks, so this rank keeps
+                # nothing of ``accumulated``
                 rest = residual.value
                 all_of_it = delivered.to_dense()
                 delivered = DenseVector(all_of_it if rest is None else all_of_it + rest)
@@ -416,7 +416,7 @@ class Members:
         self._present, self.counts, self.deals = rows, counts == 1, leaves == 1
 
     async def deal(self) -> None:
-        """Deal the residuals of leaving ranks to the staying ranks, one element to each in turn.
+        """Deal the residuals of leaving ranks to the staying ranks, element by element, in turn.
 
         Raises:
             CommunicationError: a rank has died.
@@ -450,7 +450,7 @@ class Members:
         """Determine, in a new group of ranks with these names, which ranks continue, and at which step.
 
         This brings the reducer to that step.  Ranks in ``commits`` must then commit the open step
-        without another exchange.  ``serial`` grows with every group, unless the lighthouse is restarted.
+        without a new exchange.  ``serial`` grows with every group, unless the lighthouse is restarted.
 
         Raises:
             CommunicationError: a further rank has died; call the roll again.
@@ -537,7 +537,7 @@ class Members:
             self._adopt(Position(step, skipped, shares))
             self.behind = True
 
-    # ---- another history ---------------------------------------------------------------------------
+    # ---- a change of history -----------------------------------------------------------------------
 
     def _set_aside(self) -> None:
         """Remember the changes of the prepared attempt, because a rank may already have applied them."""
@@ -621,7 +621,7 @@ class Members:
         """Return whether an exchanged or accumulated vector contains NaN or Inf."""
         return vector.first_nonfinite(self.reducer.residuals[0].accumulated.dtype) is not None
 
-    # ---- what is told ------------------------------------------------------------------------------
+    # ---- numbers for the user ----------------------------------------------------------------------
 
     def _note(self, names: tuple[Hashable, ...], verdict: Verdict) -> None:
         """Record the ranks that joined and left, for ``state``."""

@@ -94,7 +94,7 @@ class Membership(Presence):
         self._carried |= named
 
     def stats(self) -> dict[str, Any]:
-        """Return "elastic": the current members, changes, and lost residuals."""
+        """Return plain numbers under "elastic": the current members, changes, and lost residuals."""
         return {"elastic": self.attendance.members.state()}
 
     def leave(self) -> None:

@@ -246,7 +246,7 @@ class PresentUpdateRanks(UpdateRanks):
         self._phase = phase
 
     def check_together(self, comms: Sequence[Communicator], check: Callable[[], None]) -> None:
-        """Check on this rank alone: no common check is possible with ranks that join later."""
+        """Run the check on this rank alone, because ranks that join later cannot take part in it."""
         check()
 
     def begin_together(
@@ -398,7 +398,7 @@ class PresentUpdateRanks(UpdateRanks):
         the model no longer holds this rank's weights.  The local steps since the last exchange are then
         lost.
         """
-        # kernels of the training thread may still be writing to the weights, on another stream
+        # kernels of the training thread may still be writing to the weights, on a different stream
         device = self._weights.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)

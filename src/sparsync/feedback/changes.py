@@ -136,7 +136,7 @@ class Undone:
 def begin_together(
     comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str = "attach"
 ) -> bool:
-    """Return whether ranks begin from weights loaded after ``attach``, which must be equal on replicas.
+    """Return whether ranks begin from weights loaded after ``attach``; replicas must load equal weights.
 
     Args:
         comms: the replicas of this part of the model and, if it is split, the parts of this replica.

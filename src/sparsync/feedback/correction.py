@@ -147,7 +147,7 @@ class Corrector:
                 raise ConfigurationError(
                     "weight_decay needs the weights together with their gradient"
                 )
-            # a GradScaler has multiplied the gradients, so the decay must be multiplied as well
+            # a GradScaler has multiplied the gradients, so the decay must also be multiplied
             gradient.add_(weights.reshape(-1), alpha=decay * self.scale)
         if not momentum:
             return
@@ -174,7 +174,7 @@ class Corrector:
             gradient.mul_(scale)
 
     def retain(self, selected: Sequence[Vector], delivered: Sequence[Vector]) -> None:
-        """Close the step: adopt the new velocities; with masking, reset those of delivered entries.
+        """Close the step: adopt the new velocities; with masking, reset them at delivered entries.
 
         ``selected`` and ``delivered`` hold one vector per unit.
         """

@@ -131,7 +131,7 @@ class Reducer:
         return self.comm.ledger.place(self.step)
 
     def channel(self, use: int | Use) -> Communicator:
-        """Return the channel of a unit, or of another use (``Use``)."""
+        """Return the channel of a unit, or of one of the purposes in ``Use``."""
         return channel_of(self.comm, use)
 
     def move_to(self, comm: Communicator) -> None:
@@ -212,7 +212,7 @@ class Reducer:
         return nullcontext() if self._changing else self.comm.exchange()
 
     def _select(self, unit: int) -> Vector:
-        """Select entries of a unit, and free the collected ones before anything is exchanged."""
+        """Select entries of a unit, and free the collected entries before anything is exchanged."""
         if unit in self._later:
             return self._later.pop(unit)
         residual, plan = self.residuals[unit], self.plan.units[unit]
@@ -239,7 +239,7 @@ class Reducer:
         propagate_nonfinite: bool = False,
         prepare: Callable[[], None] | None = None,
     ) -> list[Vector]:
-        """Write the residuals of these units and return their averages; the last units close the step.
+        """Write these units' residuals and return their averages; the last commit closes the step.
 
         ``prepare`` is called once the step is certain to be applied, before anything changes; it may
         raise.  If a total contains NaN or Inf, nothing is changed and NonFiniteGradientError is raised
@@ -344,7 +344,7 @@ class Reducer:
             tell(self.step)
 
     def skip(self) -> None:
-        """Refuse everything that is not committed; if nothing is, go on to the next step."""
+        """Refuse all units that are not committed; if none is committed, go on to the next step."""
         self.refuse()
         self.skipped += 1
         if not self._committed:

@@ -76,7 +76,7 @@ def reducer_state(reducer: Reducer) -> dict[str, Any]:
     # shards
     corrector = reducer.corrector
     moving = corrector.velocities if corrector and _momentum(reducer) else []
-    # a step of several fragments may be open; then its committed units are saved as well
+    # a step of several fragments may be open; its committed units are then also saved
     committed = {"committed": reducer.committed} if reducer.committed else {}
     return {
         **committed,
@@ -361,7 +361,7 @@ def rescale_(reducer: Reducer, scale: float) -> None:
     rank's next step overflows: all ranks refuse that step, and their GradScalers return to a lower scale.
     At a scale <= 1, where that would not help, ConfigurationError is raised, and nothing is changed.
 
-    Cost: a pass over the residual, and another if it grows.
+    Cost: a pass over the residual, or two passes if the residual grows.
 
     Example:
         >>> from sparsync.presets import resolve

@@ -132,12 +132,12 @@ class Residual:
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Return a run of the gradient, in separate memory, and the same run of the residual or None."""
         assert self._later is not None
-        # the residual may be in host memory, so it is copied once, for the gradient as well
+        # the residual may be in host memory, so it is copied only once, and the gradient uses this copy
         residual = None if self.empty else self.accumulated[start:stop].to(self._device)
         return self._later(start, stop, residual), residual
 
     def collected(self, key: int = 1, limit: int | None = None) -> SparseVector | None:
-        """Return the collected entries that reach ``key``, with 32-bit indices if those suffice.
+        """Return the collected entries that reach ``key``, with 32-bit indices if these suffice.
 
         Return None if more than ``limit`` entries reach the key, or if there were too many to collect.
         """

@@ -49,7 +49,7 @@ class Warmup:
         )
 
     def density(self, step: int, final: float) -> float | None:
-        """Return the density of a step, never below the final one, or None for a dense step."""
+        """Return the density of a step, at least ``final``, or None for a dense step."""
         if step >= self.steps:
             return final
         if not self.densities:

@@ -43,7 +43,7 @@ class SharesState:
 
 @final
 class Sharing:
-    """Splits k among units, its members, in proportion to the entries that each would select."""
+    """Splits k among its member units, in proportion to the entries that each would select."""
 
     def __init__(self, units: Sequence[Unit], members: Sequence[int], dtype: torch.dtype) -> None:
         self.units, self.members, self.dtype = units, members, dtype
@@ -155,7 +155,7 @@ def next_shares(
         (45, 5)
     """
     least = [min(1, size) for size in sizes]
-    # plain arithmetic on equal integers, so all ranks compute the same shares without another message
+    # plain arithmetic on equal integers, so all ranks compute the same shares without a further message
     wanted = max(k, sum(least)) * world_size
     totals = [sum(column) for column in zip(*counts, strict=True)]
     if totals[0] < wanted:

@@ -24,7 +24,7 @@ Use = Literal["shares", "xi", "weights", "used", "retry", "drift", "vote", "roll
 
 
 def channel_of(comm: Communicator, use: int | Use) -> Communicator:
-    """Return the channel of a unit, or of another use (``Use``)."""
+    """Return the channel of a unit, or of one of the purposes in ``Use``."""
     # All ranks must number the channels alike, so the order of ``Use`` is part of the protocol. Units
     # come last, so that ranks whose units differ by mistake still use the same channel to compare their
     # set-ups.

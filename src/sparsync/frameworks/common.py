@@ -105,7 +105,7 @@ def attach_wrapped(
 
 
 def check_processes(seen: int, cure: str) -> None:
-    """Refuse a framework that does not see the other processes, as Accelerate does not on a CPU.
+    """Refuse a framework that does not see the other processes; Accelerate does not on a CPU.
 
     Such a framework gives every rank the same batches, so an exchange would be useless.
 
@@ -161,7 +161,7 @@ def resume(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
 
 
 def take_rank_0s(sync: Handle, model: torch.nn.Module, loaded: bool) -> bool:
-    """Copy rank 0's weights and buffers to all ranks if rank 0 has ``loaded`` any; all must call this.
+    """If rank 0 has ``loaded`` weights, copy its weights and buffers to all ranks; all must call this.
 
     Returns:
         Whether rank 0 has loaded weights.

@@ -119,7 +119,7 @@ class SparsyncCallback(TrainerCallback):
         self._training = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the replicas equal; if the trainer has loaded its best model, copy rank 0's to all ranks.
+        """Make the replicas equal; if the trainer has loaded its best model, copy it from rank 0 to all.
 
         If every machine has its own disk, other ranks may have loaded a different model, or none.
         """

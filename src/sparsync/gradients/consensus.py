@@ -48,8 +48,8 @@ class PartsConsensus:
         came: for every replica of this part, whether it used any parameter in the open step.
 
     Cost: the cost of ``worst`` over the parts, 9 bytes per part and step.  With keys, one more byte per
-    parameter, an allgather of these bytes over the replicas, and another over the parts if no rank used
-    some parameter.
+    parameter, an allgather of these bytes over the replicas, and a second one over the parts if there is
+    a parameter that no rank used.
     """
 
     def __init__(self, parts: Communicator, keys: Mapping[str, int] | None = None) -> None:
@@ -72,7 +72,7 @@ class PartsConsensus:
         self.came = torch.ones(1, dtype=torch.bool, device="cpu")
 
     async def share_used(self, replicas: Communicator, used: Collection[str]) -> None:
-        """Tell the other replicas of this part which parameters this rank used, and learn theirs."""
+        """Exchange with the other replicas of this part which parameters each rank used."""
         mine = torch.tensor([name in used for name in self._names], dtype=torch.bool, device="cpu")
         everyone = torch.stack(await replicas.allgather(mine, "used"))
         self.came = everyone.any(1)
@@ -134,7 +134,7 @@ class PartsConsensus:
         return {name for name, marked in pairs if marked}
 
     def _delivered(self, proposal: Proposal, names: Collection[str]) -> Tensor:
-        """Mark those parameters of this part among ``names`` that receive a nonzero value."""
+        """Mark the parameters of this part that are in ``names`` and receive a nonzero value."""
         found = set()
         for unit, total in zip(proposal.units, proposal.totals, strict=True):
             for slot in (slot for slot in unit.slots if slot.name in names):

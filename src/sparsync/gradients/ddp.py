@@ -163,7 +163,7 @@ class BucketSource(Source):
 
     @property
     def scaler(self) -> Any:
-        """The GradScaler that ``attach`` was given, or None; ``follow_scalers`` compares it."""
+        """The GradScaler that ``attach`` was given, or None, for ``follow_scalers``."""
         return self._steps.scaler
 
     def discard(self) -> None:
@@ -173,7 +173,7 @@ class BucketSource(Source):
     # ---- gradients that DDP's hook would not see -----------------------------------------------
 
     def watch(self, sync: Handle) -> None:
-        """Check all parameters on every forward pass and each gradient on arrival; take DDP's buckets."""
+        """Receive DDP's buckets; check all parameters on every forward pass, and gradients on arrival."""
         model = self._model()
         assert model is not None
         # weak references, because parameters may outlive the handle, which the communication hook

@@ -105,7 +105,7 @@ def nodes_of(options: Options, ranks: Sequence[int], groups: Groups) -> tuple[li
 
 @final
 class NodeReducer:
-    """Takes whole gradients, like a ``Reducer``, but divides their exchange among the ranks of a node.
+    """Accepts whole gradients, like a ``Reducer``, but divides the exchange among the ranks of a node.
 
     All ranks of the model's process group must construct it together.
 
@@ -327,7 +327,7 @@ def _book(comm: TorchCommunicator, phase: str, flat: Tensor) -> None:
 
 
 def _divide(units: Sequence[Unit], index: int, parts: int) -> tuple[list[Unit], dict[str, Piece]]:
-    """Split every unit into equal runs of elements; the last ones may be shorter or empty.
+    """Split every unit into equal runs of elements; the last runs may be shorter or empty.
 
     Returns:
         Units that hold only the runs at position ``index``, and the pieces of their parameters.

@@ -95,7 +95,7 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
 
 
 def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
-    """Choose the density by the size of the whole model if none was given, equal on all parts."""
+    """Choose the density by the size of the whole model if none was given; all parts choose the same."""
     mine = torch.tensor([elements_of(shards)], device="cpu")
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
     return options.for_size(elements, options.tell)
@@ -310,7 +310,7 @@ class ParameterSource(Source):
             self._open = None
             self._steps.discard(ends=False)
         if self._open is None:
-            # compiled autograd runs no callback that another one queues (``call_after_backward``)
+            # compiled autograd does not run callbacks that a callback queues (``call_after_backward``)
             compiled = sys.modules.get("torch._dynamo.compiled_autograd")
             if getattr(compiled, "in_compiled_autograd_region", False):
                 raise self._broken(
@@ -347,7 +347,7 @@ class ParameterSource(Source):
 
     @property
     def scaler(self) -> Any:
-        """The GradScaler that ``attach`` was given, or None; ``follow_scalers`` compares it."""
+        """The GradScaler that ``attach`` was given, or None, for ``follow_scalers``."""
         return self._steps.scaler
 
     def discard(self) -> None:

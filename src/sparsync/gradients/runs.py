@@ -36,12 +36,12 @@ class Run:
 
     @property
     def end(self) -> int:
-        """The end of the run in its unit."""
+        """The element of the unit at which the run ends (exclusive)."""
         return self.start + sum(self.sizes)
 
 
 def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
-    """Return the runs of parameters at these places, in the order of units; only small ones are joined.
+    """Return the runs of parameters at these places, in the order of units; ``joined`` joins small ones.
 
     Example:
         >>> places = [(0, Slot("b", 3, 2)), (0, Slot("a", 0, 3)), (0, Slot("d", 9, 1))]

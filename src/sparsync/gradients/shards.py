@@ -209,7 +209,7 @@ class Fsdp:
         return group is None or bool(group.all_reduce_grads)
 
     def wait_for(self, parameter: Tensor) -> None:
-        """Wait until the gradient just written has arrived in host memory, with ``CPUOffloadPolicy``."""
+        """With ``CPUOffloadPolicy``, wait until the new gradient has arrived in host memory."""
         # in older versions of torch, FSDP2 itself waits only after the hooks of all parameters
         event = getattr(self._kept.get(parameter), "grad_offload_event", None)
         if event is not None:

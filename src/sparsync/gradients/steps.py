@@ -90,7 +90,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def averages(self, this: Step) -> list[Vector] | None:
-        """Wait for all jobs of a step, then commit; return None if others committed without this rank.
+        """Wait for all jobs of a step, then commit; return None if peers committed without this rank.
 
         This runs on the engine's thread, like ``finished``.
         """
@@ -114,7 +114,7 @@ class Ranks(ABC):
 
 @final
 class AllRanks(Ranks):
-    """The ranks that have called ``attach`` together; ``whole`` commits their steps.
+    """The ranks that called ``attach`` together; ``whole`` commits their steps.
 
     Inside a node, ``reducer`` exchanges only this rank's part, and ``whole`` is the ``NodeReducer``.
     """
@@ -333,8 +333,8 @@ class GradientSteps:
     def compare(self, *, alike: bool = False) -> None:
         """Compare replicas if due; this runs on the training thread, while the engine is idle.
 
-        Parts of a replica are compared as well if they are ``alike``, i.e. hold the same parameters, as
-        the ranks of a node do.
+        Parts of a replica are also compared if they are ``alike``, i.e. hold the same parameters, as the
+        ranks of a node do.
         """
         sentinel, done, model = self._sentinel, self.reducer.step - 1, self._plain()
         if sentinel is None or model is None or not sentinel.due(done):

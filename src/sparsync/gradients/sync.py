@@ -70,7 +70,7 @@ class Source(ABC):
         return {}
 
     def step(self) -> None:
-        """End a step that ``backward()`` cannot end."""
+        """End a step that ``backward()`` cannot end, e.g. in a pipeline."""
         raise ConfigurationError(
             "backward() has closed the step already; step() is for pipelines: attach with "
             "Compression(schedule=...)"

@@ -212,7 +212,7 @@ def attach_updates(
 
 
 def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) -> Any:
-    """Return how this replica is split: pieces and kinds by name, replica ranks, and consensus."""
+    """Return this replica's split: pieces and kinds by name, the ranks of replicas, and the consensus."""
     from sparsync.gradients.consensus import PartsConsensus  # DTensor takes 0.4 s to import
     from sparsync.gradients.shards import Fsdp, ranks_of, shards_of
 

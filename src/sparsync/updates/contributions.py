@@ -83,7 +83,7 @@ class Contributions:
         self.shown = self.shown or [1.0] * fragments
 
     def add(self, seen: float | None, tokens: float | None, samples: float | None) -> None:
-        """Add the tokens or samples of this rank's next step, given in exactly one argument.
+        """Count the tokens or samples of this rank's next step, given in exactly one argument.
 
         Raises:
             ConfigurationError: there is not exactly one number, or it is not finite and >= 0; the kind

@@ -324,7 +324,7 @@ class Weights:
         self.hold(torch.zeros(0, device="cpu") if vector is None else vector)
 
     def hold(self, vector: Tensor) -> None:
-        """Wrap this vector from now on."""
+        """From now on, wrap this vector."""
         self.vector, self._own = vector, False
 
     def read(self, place: slice) -> Tensor:

@@ -109,7 +109,7 @@ class GradientNoise:
         steps: the last steps of the parameters in ``by_steps``.
 
     Cost: 66 numbers per parameter and 2 per row in an exchange, copied to the host once; one pass over
-    the gradients, and another over those of ``by_rows``; 24 bytes per row.
+    the gradients, and a second pass over those in ``by_rows``; 24 bytes per row.
     State: ``state_dict()``, equal on all ranks.
 
     References: McCandlish et al., `An Empirical Model of Large-Batch Training
@@ -569,7 +569,7 @@ def _lengthen_rows(
 
 
 def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Moments) -> None:
-    """Lengthen a step in C++ or Triton, or in PyTorch in runs."""
+    """Lengthen a step, in C++ or Triton if possible, otherwise in runs in PyTorch."""
     tensors = first, second, weights
     dense, backend = all(tensor.is_contiguous() for tensor in tensors), backend_of(*tensors)
     if dense and backend is native:
@@ -607,5 +607,5 @@ def _lengthen_plainly(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Return correctly rounded square roots, unlike torch's for float32 on a CPU."""
+    """Return correctly rounded square roots; torch's are not, for float32 on a CPU."""
     return x.double().sqrt_().to(x.dtype) if x.is_cpu else x.sqrt_()

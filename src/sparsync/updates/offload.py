@@ -37,7 +37,7 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    # the memory that torch's allocator has reserved, but not given out, is available as well
+    # the memory that torch's allocator has reserved, but not given out, is also free
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 

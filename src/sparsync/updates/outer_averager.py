@@ -139,11 +139,11 @@ class OuterAverager(Averager):
     # ---- the algorithm -----------------------------------------------------------------------------
 
     def parts(self, vector: Tensor) -> Mapping[str, Tensor]:
-        """Return the parameters in a vector by name: the model's, or a single one without a model."""
+        """Return the parameters in a vector by name; without a model, the vector is one parameter."""
         return {"model": vector} if self._binding is None else self._binding.trained
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Plan the units; adopt a loaded state, or take the vector as the common start of all ranks."""
+        """Plan the units; adopt a loaded state, or start from the vector, which all ranks share."""
         bound, trained = self._binding, self.parts(vector)
         self.settings = settings = self.settings.for_size(sum(p.numel() for p in trained.values()))
         output = output_parameters(bound.model) if settings.chosen.output and bound else ()
@@ -207,7 +207,7 @@ class OuterAverager(Averager):
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Put the shared weights into the model, to evaluate or save them; then restore this rank's."""
+        """Put the shared weights into the model in this context, to evaluate or save them."""
         binding, engine = self._bound(), self.engine
         own = binding.read()
         binding.write_(engine.memory["shared"])

@@ -169,7 +169,7 @@ class OuterEngine(Stateful):
         return self._memory_like.device != self._weights_like.device
 
     def _zeros(self, size: int) -> Tensor:
-        """Return zeros where ``memory`` is kept."""
+        """Return zeros on the device of ``memory``."""
         if self._offloaded:
             return host_memory(size, self._weights_like.dtype, self._weights_like.device)
         return self._memory_like.new_zeros(size)
@@ -284,7 +284,7 @@ class OuterEngine(Stateful):
     def catch_up(
         self, memory: Mapping[str, Tensor], applied: Iterable[tuple[Sequence[Tensor], float]] = ()
     ) -> None:
-        """Adopt a peer's memory, then apply the averages that peers have applied, each with its momentum.
+        """Adopt a peer's memory, then apply the averages that peers have applied, with their momentum.
 
         This works only for a single fragment.
         """
@@ -333,8 +333,8 @@ class OuterEngine(Stateful):
         if not refused:
             return
         # After a refusal, all ranks return to the weights that they had after the last exchange, and
-        # drop broken moments. If the next exchange is refused as well, this did not help, so the error
-        # is raised; otherwise this might go on forever.
+        # drop broken moments. If the next exchange is also refused, this did not help, so the error is
+        # raised; otherwise this might go on forever.
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self._on_any_part)
         if self.state.refused > 1:
@@ -442,7 +442,7 @@ class OuterEngine(Stateful):
         uses: list[int | Use] = [part.units[0] for part in self.layout.fragments if part.units]
         if self.contributions.weighs is not False:
             uses.append("contributions")
-        # the sign encodes whether there is NaN or Inf, which saves another message
+        # the sign encodes whether there is NaN or Inf, which saves a second message
         done = torch.tensor([step if self._weights.finite() else -1 - step], device="cpu")
         try:
             with reducer.exchanging():
@@ -612,7 +612,7 @@ class OuterEngine(Stateful):
         return iter([(slice(0, len(began)), began.to(self._weights_like.device))])
 
     def _seen(self, unit: int, kept: Tensor | None) -> tuple[Tensor | None, float]:
-        """Return the residual that this rank's own weights include, or None, and its factor there.
+        """Return the residual that this rank's own weights include, or None, and the residual's factor.
 
         ``kept`` is a unit's residual or, without a cosine transform, a run of it.
         """
@@ -742,7 +742,7 @@ class OuterEngine(Stateful):
         return made
 
     def lr(self) -> float:
-        """Return the learning rate for a step by signs; for other steps, return 1."""
+        """Return the optimizers' learning rate if the outer step goes by signs, otherwise 1."""
         return common_rate(self.optimizers) if self.settings.sign and self.optimizers else 1.0
 
     def _stepped(self, average: Tensor, place: slice, momentum: float, lr: float) -> Tensor:

@@ -61,7 +61,7 @@ _SCHEDULERS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_mo
 def own_state(
     module: nn.Module, trained: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """Return copies of this rank's parts of these parameters, its buffers and its optimizer states."""
+    """Return copies of this rank's parts of these parameters, of its buffers and optimizer states."""
     tensors = {name: local_of(t).clone() for name, t in _tensors(module, trained).items()}
     moments = {
         # A parameter that has had no gradient yet is saved as {}.  Every name is saved, so that a missing
@@ -159,7 +159,7 @@ def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
 
 
 def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
-    """Describe the settings of a group: all of the optimizer's, and optionally a scheduler's numbers.
+    """Describe a group's settings: all settings of the optimizer, and optionally a scheduler's numbers.
 
     Switches may be missing, because torch may have added them after the state was saved; they keep their
     live values.
@@ -258,7 +258,7 @@ def _digests(moments: Moments) -> dict[Tensor, dict[str, Any]]:
 
 def _tensors(module: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the trained parameters, by the names that they had at ``attach``, and saved buffers."""
-    # pruning and parametrizations move a parameter to another name, e.g. weight_orig
+    # pruning and parametrizations rename a parameter, e.g. to weight_orig
     now = dict(module.named_parameters())
     return {n: now.get(n, parameter) for n, parameter in trained.items()} | saved_buffers(module)
 

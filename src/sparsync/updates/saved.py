@@ -74,7 +74,7 @@ def _shared_in(state: Mapping[str, Any]) -> Tensor | None:
 
 
 def _exchanges(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the saved exchanges in flight; a malformed one counts as an exchange without fields."""
+    """Return the saved exchanges in flight; a malformed exchange counts as one without fields."""
     found = state.get("under_way")
     listed = found if isinstance(found, list | tuple) else ()
     return [one if isinstance(one, Mapping) else {} for one in listed]

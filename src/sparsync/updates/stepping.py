@@ -19,7 +19,7 @@ from sparsync.updates.gradient_noise import found_inf
 __all__ = ["follow"]
 
 # The code object of torch's wrapper around ``step``, which calls the hooks; ``_nested`` looks for it on
-# the stack.  The wrapper has no public name, so another function is wrapped to get its code.
+# the stack.  The wrapper has no public name, so a dummy function is wrapped to get its code.
 _CALL: Final = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
@@ -60,7 +60,7 @@ class _After(Counting):
 
 
 def _nested(optimizer: Optimizer) -> bool:
-    """Return whether a hook is called within another step of its optimizer.
+    """Return whether a hook is called within an outer call of its optimizer's ``step``.
 
     This happens if the ``step`` of a subclass calls the base class's ``step``, because torch wraps
     both.

@@ -138,7 +138,7 @@ class AllRanks(UpdateRanks):
         """Do nothing."""
 
     def check_together(self, comms: Sequence[Communicator], check: Callable[[], None]) -> None:
-        """Check on all ranks."""
+        """Run the check on all ranks; if it fails on any of them, raise on all."""
         run(on_all_or_none(comms, check, "begin after a load"))
 
     def begin_together(
@@ -326,7 +326,7 @@ class UpdateSync(Handle):
                 noise.hold(optimizer)
 
     def _note_start(self) -> None:
-        """Before the first step, note the weights with which this rank begins.
+        """Before the first step, record the weights with which this rank begins.
 
         This happens before the rank's first batch, because SAM changes weights, and so do layers that
         initialise themselves on the first batch.  Other ranks are asked later (``_check_start``), because
@@ -514,7 +514,7 @@ class UpdateSync(Handle):
         self.outer.contributions.add(seen, tokens, samples)
 
     def _count_for_node(self) -> None:
-        """Begin a step in the ledger of the node, whose ranks average gradients in every local step."""
+        """Begin a step in the node's ledger; the node's ranks average gradients in every local step."""
         if (node := self._weights.node) is not None:
             node.comm.ledger.begin_step(self.outer.steps)
 
@@ -583,7 +583,7 @@ class UpdateSync(Handle):
         if self.reducer.monitor is not None:
             self.reducer.monitor.write()
         # The shared weights are compared, because the ranks' own weights differ by design. Inside a
-        # node, the ranks' own weights must be equal as well.
+        # node, the ranks' own weights must also be equal.
         sentinel = self._sentinel
         if sentinel is not None and sentinel.due(outer.steps - 1):
             run(outer.settle())
@@ -646,7 +646,7 @@ class UpdateSync(Handle):
         return nullcontext() if ddp is None else ddp.no_sync()
 
     def shared(self) -> AbstractContextManager[None]:
-        """Put the shared weights into the model, to evaluate or save them; then restore this rank's.
+        """Put the shared weights into the model in this context, to evaluate or save them.
 
         If weights were loaded after ``attach``, and no step was made yet, the model stays as it is: all
         ranks will begin with these weights.
@@ -746,7 +746,7 @@ class UpdateSync(Handle):
         return sealed("updates", content)
 
     def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return the kind of every field of a saved state, as this handle would save it now."""
+        """Return the kind of every field of a state that this handle would save now."""
         outer, module, noise = self.outer, self._plain(), self._weights.noise
         assert module is not None
         saved, left_out = content.get("reducer"), _left_out(content)
@@ -869,7 +869,7 @@ class _Carried(Operation):
         self._future, self._carrier, self.goes_on = future, carrier, False
 
     def wait(self) -> None:
-        """Block until the exchange has ended; record how long it and this wait have taken."""
+        """Block until the exchange has ended; record the durations of the exchange and of this wait."""
         begin, future = time.perf_counter(), self._future
         try:
             busy = future.result()

@@ -125,7 +125,7 @@ class ModelWeights(Weights):
             return local_of(parameter)
         if name == _SAMPLES and self.noise is not None:
             return self.noise.values
-        # the buffer is looked up every time, because a module may replace it with another tensor
+        # the buffer is looked up every time, because a module may replace it with a new tensor
         try:
             return local_of(self._module.get_buffer(name))
         except AttributeError:
@@ -185,7 +185,7 @@ class ModelWeights(Weights):
                 # a buffer that has grown since ``attach`` is not exchanged as a whole
                 and (name not in self.buffers or buffer.numel() != self._sizes[name])
             }
-        # shapes are part of the names, so that ranks compare them as well
+        # shapes are part of the names, so that ranks also compare shapes
         return {f"{name} {tuple(tensor.shape)}": tensor for name, tensor in found.items()}
 
     def average_over(self, ranks: float) -> None:
@@ -264,7 +264,7 @@ class ModelWeights(Weights):
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average buffers inside the node, whose ranks see different batches."""
-        # Averaged gradients keep the weights of a node's ranks equal.  Buffers must be equal as well,
+        # Averaged gradients keep the weights of a node's ranks equal.  Buffers must also be equal,
         # because each rank sends only its own run of a buffer, on behalf of the whole node.
         if self.node is not None:
             for name, tensor in self._tensors()[len(self.trained) :]:
@@ -331,7 +331,7 @@ class OwnWeights:
         self._lock = threading.RLock()
 
     def check(self, what: str) -> None:
-        """Refuse an action that needs this rank's own weights, inside ``shared``."""
+        """Inside ``shared``, refuse an action that needs this rank's own weights."""
         require(
             self._aside is None,
             f"{what} within shared(), which replaces this rank's own weights; leave that block "
@@ -347,7 +347,7 @@ class OwnWeights:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Put the shared weights into the model; then restore this rank's."""
+        """Put the shared weights into the model; then restore this rank's own weights."""
         # the rank's own weights are restored even if the block raises, because they would be lost if
         # training went on from the shared ones
         with self._lock:

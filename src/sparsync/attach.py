@@ -109,8 +109,8 @@ def attach(
             SGD is given, or an ``algorithm`` that only exchanges updates.  The group's first rank reports
             once what is exchanged and why, and how the optimizer's steps are treated.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
-        replicate: the ranks that hold the same part of the model as this one: a one-dimensional mesh,
-            e.g. ``mesh["replicate"]``, or a process group.
+        replicate: the ranks that hold the same part of the model as this rank, as a one-dimensional mesh,
+            e.g. ``mesh["replicate"]``, or as a process group.
         elastic: a ``torchft.Manager`` whose ``pg`` is a ``sparsync.elastic.ElasticGroup``: ranks may join
             and leave (``docs/elastic.md``).  The model must be a plain module.
         compression: settings of units, dense parameters, warm-up and pipelines (``Compression``).

@@ -178,7 +178,7 @@ class Handle(ABC):
     def leave(self) -> None:
         """Leave after the next two exchanges; the first of them hands this rank's residual to its peers.
 
-        A SIGTERM has the same effect, and also ends the process once this rank has ``left``.
+        SIGTERM has the same effect, and also ends the process once this rank has ``left``.
 
         Raises:
             ConfigurationError: there is no ``elastic=``.

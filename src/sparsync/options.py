@@ -134,7 +134,7 @@ class Transport:
             its ranks consecutively, and those in DDP's group form the node.  With "links", a node is a
             site, found by measuring all links at ``attach``.  Or give a mesh (nodes, ranks of a node).
         world: without DDP, the ranks that train the model together, and refuse steps together; None
-            means all ranks.  With DDP, ``attach`` takes the ranks of DDP's group.
+            means all ranks.  With DDP, ``attach`` uses the ranks of DDP's group.
         connect_timeout: seconds that ``attach`` may take to open the connections between ranks.
     """
 

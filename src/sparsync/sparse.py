@@ -163,7 +163,7 @@ class SparseVector:
     def to_scipy(self) -> Any:
         """Return a ``scipy.sparse.coo_array`` of one row, `[1, size]`.
 
-        Unless ``absent`` is 0, all elements are stored, because SciPy takes all others to be 0.
+        Unless ``absent`` is 0, all elements are stored, because SciPy assumes 0 for all others.
 
         Raises:
             ConfigurationError: SciPy is not installed, or lacks the dtype of the values.
@@ -173,7 +173,7 @@ class SparseVector:
     def to_torch(self) -> Tensor:
         """Return a coalesced ``torch.sparse_coo_tensor``, `[size]`.
 
-        Unless ``absent`` is 0, all elements are stored, because PyTorch takes all others to be 0.
+        Unless ``absent`` is 0, all elements are stored, because PyTorch assumes 0 for all others.
         """
         vector = self._with_zeros_absent()
         # the tensor may be declared coalesced, because indices ascend and are unique

@@ -177,7 +177,7 @@ def _apart(
 
 
 def _joined(raw: bytes, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Undo ``_apart``."""
+    """Return the state that ``_apart`` has split, given the bytes and a lookup of tensors."""
     told = unpacked(raw)
     state: dict[str, Any] = told["state"]
     for path in told["tensors"]:

@@ -262,7 +262,7 @@ def _updates_like(template: State, states: Sequence[State]) -> tuple[int, dict[s
 
 
 def _is_divided(state: State) -> bool:
-    """Return whether a rank inside a node saved this state, so that it exchanges runs of tensors."""
+    """Return whether a state is from a rank in a node, which exchanges only a run of each tensor."""
     own = state["parameters"]
     return any(own[name].numel() != size for name, size in state["layout"].items() if name in own)
 

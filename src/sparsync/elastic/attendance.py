@@ -94,7 +94,7 @@ def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
 def summing(algorithm: Algorithm) -> Algorithm:
     """Return the algorithm without averaging, because ``Attendance.commit`` divides.
 
-    The divisor is less than the number of ranks if some are behind or leaving: they contribute nothing.
+    It divides by the number of ranks that contribute gradients; ranks that are behind or leaving do not.
     """
     return replace(algorithm, average=False)
 

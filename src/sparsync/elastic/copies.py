@@ -131,7 +131,7 @@ class CopyServer:
                 continue  # not a request of this library
             answer = self._answer(*_ASK.unpack(frames[0]))
             if answer is not None:
-                # echo the request, so that the asker can tell pieces apart
+                # echo the request, so that its sender can tell pieces apart
                 self._socket.send_multipart([who, frames[0], answer])
         self._socket.close(linger=0)
         self._context.term()

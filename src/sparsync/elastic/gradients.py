@@ -1,8 +1,8 @@
 """Exchange gradients among the ranks present, for ``attach(model, optimizer, elastic=manager)``.
 
-In every step, the ranks ask torchft's manager for a quorum while the forward pass runs.  If the quorum's
-members differ from those of the previous step, or an exchange fails, the members call the roll before
-they continue (see ``members``).
+In every step, the ranks ask torchft's manager for a quorum while the forward pass runs.  If its members
+are not the members of the previous step's quorum, or if an exchange fails, the members call the roll
+before they continue (see ``members``).
 """
 
 from __future__ import annotations

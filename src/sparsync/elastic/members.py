@@ -455,7 +455,7 @@ class Members:
         Raises:
             CommunicationError: a further rank has died; call the roll again.
             CheckpointError: see ``judge``.
-            ConfigurationError: this rank's set-up differs from that of the ranks that continue.
+            ConfigurationError: this rank's set-up differs from the set-up of the ranks that continue.
         """
         reducer, self.attempt = self.reducer, attempt
         # The roll is outside of any step.  Messages are matched by the ledger's step, but ranks may be

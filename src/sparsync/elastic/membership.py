@@ -36,8 +36,8 @@ class Membership(Presence):
             leave between them.
 
     Attributes:
-        turns: keeps the training thread's steps and a departure from overlapping.
-        gone: this rank has left between two training steps, which the program may not know yet.
+        turns: prevents training steps and a departure from overlapping.
+        gone: whether this rank has left between two training steps; the program may not know yet.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Membership(Presence):
         except ConfigurationError as error:
             self.turns.end_leaving()
             return str(error)
-        # release the turn only when the job ends: the wait below may time out while the job still uses
+        # let steps proceed only when the job ends: the wait below may time out while the job still uses
         # the reducer and the model
         leaving.add_done_callback(lambda _: self.turns.end_leaving())
         if not wait([leaving], max(until - time.monotonic(), 0)).done:

@@ -14,8 +14,8 @@ from sparsync.console import say
 
 __all__ = ["Notice"]
 
-# seconds that a rank may take to leave before SIGTERM is passed on regardless; well below the 30 s after
-# which Slurm and Kubernetes send SIGKILL
+# seconds after which SIGTERM is passed on even if the rank has not left; well below the 30 s after which
+# Slurm and Kubernetes send SIGKILL
 _LEAVES: Final = 8.0
 _NATIVE: Final = 1.5  # further seconds for the main thread to return to Python, where handlers run
 
@@ -139,7 +139,7 @@ class Notice:
             if words:
                 say(words)
             if signal.getsignal(signal.SIGTERM) is not self._handler:
-                self._over.set()  # a handler set since the last ``watch`` has already got the signal
+                self._over.set()  # a handler set since the last ``watch`` has already had the signal
                 return
             self._late = True
             # wake the main thread, which may be asleep, to pass the signal on

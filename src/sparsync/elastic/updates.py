@@ -315,7 +315,7 @@ class PresentUpdateRanks(UpdateRanks):
                     tensor.copy_(state["others"][name])
 
     def _others(self) -> dict[str, Tensor]:
-        # include all frozen parameters, because those of a joining rank may differ
+        # include all frozen parameters, because a joining rank may have different ones
         return self._weights.others(unwritten=True)
 
     def _conclude(self) -> None:

@@ -48,7 +48,7 @@ class Changes:
         parameters: the parameters of one model, by name.
 
     Cost: remembering takes one small copy and a loop over the parameters, 20 us for a hundred of them.
-    Comparing takes another loop, and more only if all parameters have changed.
+    Comparing takes one more loop, and additional time only if all parameters have changed.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

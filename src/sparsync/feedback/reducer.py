@@ -277,7 +277,7 @@ class Reducer:
             for part in (unit, len(self.units) + unit):
                 self._settled[part] = (*self.selectors, *self.collectives)[part].state
         self._committed |= reduced
-        # fragments of an exchange of updates are committed one by one; the last one closes the step
+        # if updates are exchanged, fragments are committed one by one; the last fragment closes the step
         if len(self._committed) < len(self.units):
             return totals
         # Results are listed in the order of units.  If a state was loaded in the middle of the step,
@@ -397,7 +397,7 @@ class Reducer:
     def _watch(self) -> None:
         """Set a notice for the user, once, if thresholds show that residuals grow too fast."""
         # The ratio of residual norm to gradient norm is no indicator: it is 5 to 900 in healthy
-        # runs, and a constant 20 in one that diverges (docs/design-notes.md).  The threshold bounds
+        # runs, and a constant 20 in a diverging run (docs/design-notes.md).  The threshold bounds
         # all entries in the residual.  Selectors know it already, so it costs neither a pass nor a wait
         # for a GPU.
         octaves = []

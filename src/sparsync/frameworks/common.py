@@ -170,7 +170,7 @@ def take_rank_0s(sync: Handle, model: torch.nn.Module, loaded: bool) -> bool:
         run(sync.outer.settle())
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = {name: local_of(tensor) for name, tensor in named.items()}
-    # each rank of a sharded replica holds a different part, so it takes the same part of replica 0
+    # each rank of a sharded replica holds a different part, so it gets the same part of replica 0
     comms = sync.communicators[: 1 if _sharded(model) else None]
     told = torch.tensor([int(loaded)], device="cpu")
     for comm in comms:

@@ -69,7 +69,7 @@ class SparsyncCallback(TrainerCallback):
 
         @functools.wraps(train)
         def follow(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # the Trainer tells callbacks the step at which training resumes, but not the checkpoint
+            # the Trainer passes the step at which training resumes to callbacks, but not the checkpoint
             self._checkpoint = resume_from_checkpoint
             try:
                 return train(resume_from_checkpoint, *args, **kwargs)
@@ -126,7 +126,7 @@ class SparsyncCallback(TrainerCallback):
         self._training = False
         if self.sync is None:
             return
-        # the argument alone does not tell: training may end before the first evaluation
+        # the argument does not suffice, because training may end before the first evaluation
         loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None
         if args.load_best_model_at_end and take_rank_0s(self.sync, self._trainer.model, loaded):
             if isinstance(self.sync, UpdateSync):

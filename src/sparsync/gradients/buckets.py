@@ -112,8 +112,8 @@ class Bucket:
         # one copy of all small parameters, in the unit's order
         small = torch.cat(self._logical(places.joined)) if places.joined else self.dense
         if len(places.joined) == len(self._pieces):
-            # No large parameter has to stay in place, so the bucket itself takes the runs, and the copy
-            # is freed immediately. ``write`` later restores DDP's order.
+            # No large parameter has to stay in place, so the runs are copied back into the bucket, and
+            # the copy is freed immediately. ``write`` later restores DDP's order.
             small = self.dense.view(-1).copy_(small)
         for run in places.runs:
             if len(run.members) == 1:

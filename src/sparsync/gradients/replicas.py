@@ -139,7 +139,7 @@ class ParameterSource(Source):
 
     Args:
         model: the plain module.
-        steps: the steps that take the gradients.
+        steps: the steps that exchange the gradients.
         parts: makes decisions together with the ranks that hold other parts of this replica.
         shards: the parameters whose gradients are exchanged.
         fsdp: the switches of FSDP2 in the model.

@@ -50,8 +50,8 @@ def runs_of(places: Sequence[Place], *, joined: bool) -> list[Run]:
     """
     runs: list[Run] = []
     end = 0
-    # An empty parameter starts at the same element as the next one.  Sorting by size as well puts it
-    # first, so that the run continues after it.
+    # An empty parameter starts at the same element as the next parameter.  Sorting also by size puts the
+    # empty one first, so that the run continues after it.
     keys = [(unit, slot.start, slot.size) for unit, slot in places]
     for number in sorted(range(len(places)), key=keys.__getitem__):
         unit, slot = places[number]

@@ -40,7 +40,8 @@ class Sentinel:
 
     The sentinel compares parameters, trained or frozen, and the running statistics of ``SyncBatchNorm``.
     The statistics of other normalisation layers are local: each rank updates them with its own batch.
-    DDP broadcasts those of rank 0 before the next forward pass, unless ``broadcast_buffers`` is False.
+    DDP broadcasts rank 0's statistics before the next forward pass, unless ``broadcast_buffers`` is
+    False.
 
     Attributes:
         period: steps between comparisons.
@@ -170,8 +171,8 @@ async def _compare(
     torn = await divergences(comm, tensors)
     if not torn:
         return ""
-    # All ranks found the same differences, so all of them get here.  ``comm`` numbers the replicas
-    # of one part, but users know global ranks.
+    # All ranks have found the same differences, so all of them reach this line.  ``comm`` numbers the
+    # replicas of one part, but users know global ranks.
     called = [
         int(theirs)
         for theirs in await comm.allgather(torch.tensor([rank], device="cpu"), "sentinel")

@@ -218,7 +218,7 @@ class Fsdp:
     def check_covers(self, shards: Sequence[Shard]) -> None:
         """Refuse unsharded parameters whose gradients are not averaged over the shards' ranks."""
         # The shards' ranks see different batches. FSDP2 averages the gradients of its own parameters over
-        # them, and DTensor reduces those of parameters whose mesh includes all of these ranks. A single
+        # them. If a parameter's mesh includes all of these ranks, DTensor reduces its gradient. A single
         # rank needs no average.
         for ranks in {_ranks(sharded) for sharded in self._group_of}:
             for p in shards:

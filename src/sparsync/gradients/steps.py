@@ -324,7 +324,7 @@ class GradientSteps:
             this.forget(finished)
             if self.reducer.monitor is not None:
                 self.reducer.monitor.write()  # an error raised here leaves the gradients intact
-        # every rank takes the notice, so that it is not repeated, but only the lowest rank prints it
+        # every rank clears its notice, so that it is not repeated, but only the lowest rank prints it
         notice = self.reducer.take_notice()
         if notice and self.reducer.comm.rank == 0:
             say(notice)

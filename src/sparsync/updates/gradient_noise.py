@@ -64,9 +64,9 @@ class GradientNoise:
 
     ``correct`` and ``lengthen`` need this to make steps as long as those of dense training.
 
-    A gradient is a signal s, common to all ranks, plus noise n from the rank's own batch.  The squares of
-    the average over P ranks are ``s^2 + n^2 / P``, and those of a single rank's gradient ``s^2 + n^2``.
-    Their quotient, from 1 / P (pure noise) to 1, is the parameter's ``share``.
+    A gradient is a signal s, common to all ranks, plus noise n from the rank's own batch.  The average
+    over P ranks has the squares ``s^2 + n^2 / P``, and a single rank's gradient has ``s^2 + n^2``.  The
+    quotient of the two, from 1 / P (pure noise) to 1, is the parameter's ``share``.
 
     *Measurement.*  Ranks average a few numbers per parameter, which travel with the model's buffers and
     cost no extra round.  These numbers are sums p of the gradient's elements with random signs, for which
@@ -440,12 +440,12 @@ def correct(
     (When every step was lengthened immediately, 16 ranks lost 2.7 %; now they lose 1.3 %.  See the design
     notes.)
 
-    A step that the optimizer was told to skip is not corrected.  For each parameter, only the steps since
-    its count in ``counts`` are corrected, because a subclass may step on some of its calls only.  The
-    counts are updated.
+    A step that the optimizer had to skip is not corrected.  For each parameter, only the steps since its
+    count in ``counts`` are corrected, because a subclass may step only on some of its calls.  The counts
+    are updated.
 
-    Cost: one pass, which reads three tensors and writes one.  If steps are counted or rates kept on a
-    device (``fused``, ``capturable``), the host waits for all these numbers once.
+    Cost: one pass, which reads three tensors and writes one.  If step counts or rates are on a device
+    (``fused``, ``capturable``), the host waits once for all these numbers.
     """
     counts = {} if counts is None else counts
     # Steps are counted even without shares and gradients: the first share may become known just before a
@@ -476,7 +476,7 @@ def correct(
         rate = -lr * short / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
         tensors, eps = (*moments, local_of(parameter)), float(group["eps"])
-        # by chance, a measured share may be below the least possible one, 1 / P, that of pure noise
+        # by chance, a measured share may be below 1 / P, the share of pure noise
         if isinstance(share, Tensor):
             factors = share.clamp(min=1 / ranks).mul_(own)
             _lengthen_rows(*tensors, factors, (own, own, eps, rate))

@@ -604,7 +604,7 @@ class OuterEngine(Stateful):
     def _pieces(self, exchange: Exchange, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
         """Yield the tensors that form a part of the weights with which an exchange started.
 
-        The form is that of ``Weights.pieces``.
+        The tensors have the form in which ``Weights.pieces`` yields them.
         """
         if exchange.weights is None:
             return self._weights.pieces(place)

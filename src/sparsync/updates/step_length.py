@@ -92,8 +92,8 @@ def lengthen(
 ) -> None:
     """Lengthen the last step, so that the average over ranks is as long as a single rank's step.
 
-    The squared length of a parameter's average step over P ``ranks`` is k times that of a single rank's
-    step.  k is the parameter's share (``GradientNoise``).  So this function adds:
+    Over P ``ranks``, the average step of a parameter has k times the squared length of a single rank's
+    step.  k is the parameter's share (``GradientNoise``).  This function therefore adds:
 
         w += step (1 / sqrt(k) - 1),    1 / P <= k <= 1
 
@@ -120,7 +120,7 @@ def lengthen(
             # decay w'.  The mask stays on the device, so the host need not wait to know the case.
             if rests is not None:
                 step.masked_fill_(rests, 0.0)
-        # by chance, a measured share may be below the least possible one, 1 / P, that of pure noise
+        # by chance, a measured share may be below 1 / P, the share of pure noise
         share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:
             weights.add_(step, alpha=share**-0.5 - 1)

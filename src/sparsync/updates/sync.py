@@ -238,7 +238,7 @@ class UpdateSync(Handle):
         # optimizers that have not stepped in the current iteration, so their gradients are old
         self._resting = set(own.outer.optimizers)
         self._begins, self._resumed = True, False  # before this handle's first step; after a load
-        self._noted: tuple[Tensor | None] | None = None  # see ``_note_start``
+        self._noted: tuple[Tensor | None] | None = None  # recorded by ``_note_start``
         self._moments: list[Moments] = []  # the loaded moments, until the first step after a load
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
@@ -454,7 +454,7 @@ class UpdateSync(Handle):
             run(self.outer.resume())
         self._weights.reshard()
         if self.outer.optimizers:
-            if not torch.compiler.is_compiling():  # otherwise ``_check_start`` looks at the weights
+            if not torch.compiler.is_compiling():  # otherwise ``_check_start`` checks the weights
                 self._note_start()
         elif self._begins:
             # check this here, because the user calls ``step`` only after the optimizer's step
@@ -660,7 +660,7 @@ class UpdateSync(Handle):
         """Return the shared weights with which this rank begins if it has loaded any; otherwise None."""
         if not self._begins:
             return None
-        # the note holds unless the weights were replaced since, e.g. by a checkpoint
+        # the record is valid unless the program has replaced the weights since, e.g. from a checkpoint
         if self._noted is not None and not self._changes.replaced():
             return self._noted[0]
         own, shared = self.outer.read(self._weights), self.outer.memory["shared"]
@@ -735,7 +735,7 @@ class UpdateSync(Handle):
             **self.outer.layout.extents(),
             **own,
             # True if this rank's own steps have produced NaN, which the next exchange repairs.  Otherwise
-            # ``validate`` takes NaN in a state for damage.
+            # ``validate`` treats NaN in a state as damage.
             "broken": is_broken(own, self._weights.exchanged()),
             "left_out": {name: name in self._weights.left_out for name in self._weights.buffers},
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -815,7 +815,7 @@ class UpdateSync(Handle):
         """Load the states of optimizers and scaler; if a load fails on any rank, undo all of them."""
         module, scaler = self._plain(), self._scaler if state["scaler"] else None
         assert module is not None
-        # a load replaces these objects, so references undo it; a second load might raise as well
+        # a load replaces these objects, so references suffice to undo it; loading again might also fail
         former = [(one, one.state, one.param_groups) for one in self.outer.optimizers]
         scale = None if scaler is None else scaler.state_dict()
 

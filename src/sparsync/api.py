@@ -277,8 +277,8 @@ class _Background:
             raise ConfigurationError(
                 f"{len(self._open)} reductions are under way; wait for some of them first"
             )
-        # There are twice as many channels as calls may be in flight.  Another rank may lag behind by that
-        # many calls, and must not receive messages of a new call on the channel of an old one.
+        # There are twice as many channels as there may be calls in flight.  A peer may lag behind by all
+        # calls in flight, and must not receive messages of a new call on the channel of an old one.
         channel = comm.channel(1 + self._calls % (2 * _MOST_OUTSTANDING))
         self._calls += 1
         future = self._engine.submit(_attempt(program, channel))

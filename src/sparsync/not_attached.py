@@ -77,7 +77,7 @@ def leave_dense(
 class _LeftToDdp(Source):
     """Passes on no gradients, but counts local steps, i.e. the steps of the last optimizer.
 
-    Without an optimizer, the forward passes after which DDP exchanges gradients are counted.
+    Without an optimizer, it counts the forward passes after which DDP exchanges gradients.
     """
 
     def __init__(

@@ -200,7 +200,7 @@ def is_whole(seats: Collection[Seat]) -> bool:
 def remove_old(folder: Path, keep: int) -> None:
     """Keep the ``keep`` newest complete checkpoints; remove all older ones, complete or not.
 
-    A symbolic link means that a user keeps that checkpoint elsewhere; it is neither followed nor counted.
+    A symbolic link means that a user keeps the checkpoint elsewhere; links are not followed or counted.
     """
     # newer incomplete checkpoints stay, because another job may be writing them
     whole = [number for number, path in whole_checkpoints(folder).items() if not path.is_symlink()]

@@ -223,7 +223,7 @@ def load(
     Args:
         sync: the handle returned by ``attach`` in this run.
         folder: the folder given to ``save``.
-        step: load the checkpoint of this step instead of the last one.
+        step: the step whose checkpoint is loaded; None means the last checkpoint.
         shared: by name, the objects that load their states: the model, the optimizer, ...
 
     Returns:

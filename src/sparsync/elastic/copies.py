@@ -60,7 +60,7 @@ def unpack(packed: bytes) -> bytes:
 class Source(NamedTuple):
     """The address from which a copy can be fetched."""
 
-    endpoint: str  # without keys, the address is followed by a blank and the password
+    endpoint: str  # the address, followed by a blank and the password if there are no keys
     key: bytes = b""  # the only acceptable public key of the server
     keys: CurveKeys | None = None  # this rank's own keys
 
@@ -70,7 +70,7 @@ class CopyServer:
     """Serves a copy of this rank's state on a separate thread; with keys, only to listed peers.
 
     Attributes:
-        endpoint: the server's address; without keys, followed by a blank and the password.
+        endpoint: the server's address, followed by a blank and the password if there are no keys.
         wanted: set if a rank has asked for a copy and there was none; the owner should then ``offer`` a
             copy.
     """

@@ -293,8 +293,8 @@ class Members:
     def committed(self, step: int, *, still: bool, applied: bool = True) -> bool:
         """Advance to the step after ``step``, with the same group (``still``) or the last roll's group.
 
-        If all ranks refuse a step (because of NaN, for example), it is not ``applied``, and no rank
-        leaves with it.
+        If all ranks refuse a step (e.g. because of NaN), it is not ``applied``, and no rank leaves with
+        this step.
 
         Returns:
             Whether this rank has caught up, so that its gradients count from the next step on.

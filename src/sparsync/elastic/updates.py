@@ -188,8 +188,8 @@ class PresentUpdateRanks(UpdateRanks):
         )
         self.own, self._weights, self._reducer = OwnWeights(weights, outer), weights, reducer
         self._carrier, self._engine, self._densities = carrier, carrier.engine, densities
-        # the rates at the start of an exchange; with ``delay``, schedulers on the training thread change
-        # the rates while the exchange runs
+        # the rates are recorded at the start of an exchange, because with ``delay``, schedulers on the
+        # training thread change the rates while the exchange runs
         self._rates = rates_of(outer.optimizers)
         self.attendance = Attendance(
             manager,

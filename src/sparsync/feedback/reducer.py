@@ -7,7 +7,7 @@
                  |                                      v
               residual <------------retain---------- delivered
 
-The law, in every step:  sum over ranks(accumulated) == total + sum over ranks(residual).
+The conservation law, in every step:  sum over ranks(accumulated) == total + sum over ranks(residual).
 
 If updates are exchanged, an update takes the place of the gradient.
 """
@@ -169,8 +169,8 @@ class Reducer:
         unit must be accumulated exactly once before the unit is exchanged.
         """
         # The order matters.  Gradients are corrected before they are accumulated (Deep Gradient
-        # Compression, section 3), because momentum applied to averages is wrong for delayed entries.  And
-        # xi is sampled before ``residual.accumulate`` swaps the old residual into the gradient's memory.
+        # Compression, section 3), because momentum applied to averages is wrong for delayed entries.  xi
+        # is sampled before ``residual.accumulate`` swaps the old residual into the gradient's memory.
         with self.comm.stage("accumulate"):
             residual = self.residuals[unit]
             gradient = gradient.to(residual.accumulated.dtype)
@@ -337,8 +337,8 @@ class Reducer:
 
     def fail(self) -> None:
         """Tell the other ranks of the consensus, if any, that the exchange has failed on this rank."""
-        # Other shards and stages of this replica have separate exchanges, which may have succeeded.
-        # Without this call, they would wait for this rank's vote until their deadline.
+        # The ranks with other shards or stages of this replica have separate exchanges, which may have
+        # succeeded.  Without this call, these ranks would wait for this rank's vote until their deadline.
         tell = getattr(self.consensus, "fail", None)
         if tell is not None:
             tell(self.step)

@@ -93,8 +93,8 @@ class SparsyncCallback(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the shared weights into the module."""
-        # Skip the sanity check, which runs before ``on_train_start``, and validate(), which runs after
-        # fit(): in both cases, no handle is open.
+        # Do nothing in the sanity check, which runs before ``on_train_start``, or in validate(), which
+        # runs after fit(): in both cases, no handle is open.
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._show()
 

@@ -313,8 +313,8 @@ class BucketSource(Source):
             finished = steps.engine.submit(lambda: self._finish(this))
             if not call_after_backward(lambda: self._after(this, finished)):
                 # Under join(), DDP calls the hook outside of backward() on a rank without further
-                # batches.  Its residual is still delivered, and this may block, because autograd is not
-                # running.
+                # batches.  The rank's residual is still delivered.  The call may block, because autograd
+                # is not running.
                 self._after(this, finished)
         return future
 
@@ -396,6 +396,6 @@ def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
         if parameter.grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:
-            # DDP has copied the bucket, unless it considers the parameter unused; this copy makes no
-            # difference for the other parameters
+            # DDP has copied the bucket's average, unless it considers the parameter unused; for all other
+            # parameters, this copy changes nothing
             parameter.grad.copy_(average)

@@ -79,8 +79,8 @@ def attach_replicas(model: nn.Module, options: Options, replicate: Any) -> Gradi
 def _microbatches(schedule: Any) -> tuple[int, float] | None:
     """Return the number of a pipeline's backward passes per step, and the factor on its gradients.
 
-    The schedule scales ``parameter.grad`` once all micro-batches are done. Gradients whose exchange has
-    begun before that are no longer in ``parameter.grad``, so they are multiplied by this factor instead.
+    The schedule scales ``parameter.grad`` once all micro-batches are done. If an exchange begins earlier,
+    its gradients are no longer in ``parameter.grad``, so they are multiplied by this factor instead.
     """
     if schedule is None:
         return None
@@ -269,8 +269,8 @@ class ParameterSource(Source):
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; exchange the units whose turn has come."""
-        # a gradient that is not exchanged now accumulates in ``parameter.grad``, and a later pass takes
-        # the sum
+        # a gradient that is not exchanged now accumulates in ``parameter.grad``, and a later pass
+        # exchanges the sum
         if not self._fsdp.admits(parameter) or self._paused:
             return
         this = self._present_step()

@@ -18,8 +18,8 @@ from sparsync.units import Slot
 __all__ = ["Place", "Run", "parts_of", "runs_of", "write_part"]
 
 _SMALL: Final = 1 << 15  # elements; copying this many takes no longer than Python's overhead
-# The length, in elements, from which a run is not extended: its averages are written through a dense
-# copy, which must be small compared with the unit.
+# A run of this many elements is not extended any further: its averages are written through a dense copy,
+# which must be small compared with the unit.
 _RUN: Final = 1 << 20
 
 Place = tuple[int, Slot]  # the number of a unit, and a parameter's slot in it

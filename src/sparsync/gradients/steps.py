@@ -382,7 +382,8 @@ class GradientSteps:
     ) -> None:
         """Refuse a backward pass that adds to averages: momentum or decay would count them twice.
 
-        The check runs in hooks on the modules' outputs, whose gradients come first in a backward pass.
+        The check runs in hooks on the modules' outputs, because a backward pass starts with their
+        gradients.
         """
         correction, me = self.reducer.correction, weakref.ref(self)
         if not correction or not (correction.momentum or correction.weight_decay):

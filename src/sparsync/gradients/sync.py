@@ -205,8 +205,8 @@ class GradientSync(Handle):
     def finish(self) -> None:
         """With ``elastic=``, wait until all ranks have applied the last step; all ranks must call this.
 
-        Exchanged gradients keep the weights of replicas equal.  Without DDP, which would do so in every
-        forward pass, this also makes buffers equal on all replicas: they become those of the first one.
+        Exchanged gradients keep the weights of replicas equal.  Without DDP, this also copies the first
+        replica's buffers to all replicas; DDP would do so in every forward pass.
         """
         self._steps.ranks.part()
         if not self.closed and (buffers := self._source.buffers):

@@ -19,7 +19,7 @@ __all__ = ["Contributions", "Weight", "contributions_kind", "shown_of"]
 
 _KINDS: Final = ("nothing", "numbers", "tokens", "samples")
 # The least factor ``shown`` in a saved state.  A factor is the inverse of a weight, and a weight is at
-# most the number of ranks (if only one has seen any data), so a smaller factor must be damage.
+# most the number of ranks (if only one has seen any data), so a smaller factor means damage.
 _LEAST_SHOWN: Final = 1e-9
 
 

@@ -315,7 +315,7 @@ class Weights:
     its methods.
 
     Attributes:
-        cure: advice to append to the error after NaN or Inf was exchanged twice.
+        cure: advice, which is appended to the error after NaN or Inf was exchanged twice.
     """
 
     cure = "; give optimizer= if you have not: then its broken moments are dropped"

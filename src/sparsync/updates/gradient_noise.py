@@ -35,8 +35,8 @@ Counts = dict[Tensor, tuple[Any, float]]
 """By parameter, an optimizer's count of steps: the object in its state (None: any), and its value."""
 
 # The number of steps that may be lengthened together.  A few consecutive steps are alike, because moments
-# remember about ten gradients.  To lengthen a hundred steps, the last one would be repeated a hundred
-# times, which would add mostly its own noise.
+# remember about ten gradients.  If a hundred steps were lengthened, the last step would be repeated a
+# hundred times, which would add mostly its own noise.
 TOGETHER: Final = 4
 _MOMENTS: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})  # in the state of Adam and AdamW
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
@@ -68,13 +68,13 @@ class GradientNoise:
     over P ranks has the squares ``s^2 + n^2 / P``, and a single rank's gradient has ``s^2 + n^2``.  The
     quotient of the two, from 1 / P (pure noise) to 1, is the parameter's ``share``.
 
-    *Measurement.*  Ranks average a few numbers per parameter, which travel with the model's buffers and
-    cost no extra round.  These numbers are sums p of the gradient's elements with random signs, for which
-    ``E |p|^2 = |g|^2``, whatever the distribution of the elements.  (A sample of elements would not do,
-    because most of the squares come from a few elements.)  A rank's own squares are computed from the
-    same sums, so chance affects numerator and denominator alike.  Squares are remembered for as long as
-    Adam's v remembers them.  At first, v consists of a few gradients that were equal on all ranks.  Until
-    v has forgotten these gradients, steps are lengthened too much.
+    *Measurement.* Ranks average a few numbers per parameter, which travel with the model's buffers and
+    cost no extra round.  These numbers are sums p of the gradient's elements with random signs, for
+    which ``E |p|^2 = |g|^2``, whatever the distribution of the elements.  (A sample of elements would
+    not suffice, because a few elements contribute most of the squares.)  A rank's own squares are
+    computed from the same sums, so chance affects numerator and denominator alike.  Squares are
+    remembered for as long as Adam's v remembers them.  At first, v consists of a few gradients that
+    were equal on all ranks.  Until v has forgotten these gradients, steps are lengthened too much.
 
     *Why ranks must cooperate.*  A single rank's first moment reveals which part of the gradient *lasts*.
     It does not reveal a part that all ranks share but whose sign changes from step to step.  At every

@@ -242,8 +242,9 @@ class OuterEngine(Stateful):
             await self._advance(step, begins=begins)
 
     async def _advance(self, step: int, *, begins: bool) -> None:
-        # The first call of ``land`` applies late exchanges, because the next ones must start from weights
-        # that contain them.  The second call applies exchanges without delay, which have just started.
+        # The first call of ``land`` applies late exchanges, because the next exchanges must start from
+        # weights that contain them.  The second call applies exchanges without delay, which have just
+        # started.
         try:
             await self.land(step)
             for part in self._due(step) if begins else ():
@@ -381,8 +382,8 @@ class OuterEngine(Stateful):
         except BaseException:
             reducer.fail()
             raise
-        # If weights of any rank, or of any part of this replica, contain NaN or Inf, nothing is
-        # delivered, and residuals stay.
+        # If the weights of any rank, or of any part of this replica, contain NaN or Inf, nothing is
+        # delivered, and residuals keep their values.
         finite = not self._on_any_part(not finite)
         # the cosine transform needs whole units
         most = shared.numel() if self.settings.dct else _FINISHED
@@ -580,9 +581,9 @@ class OuterEngine(Stateful):
             made.mul_(exchange.weight)
         rotate_(made, self.settings.dct)
         if kept is not None and self.settings.residual_decay < 1:
-            # accumulated = decay residual + moved is wanted, but the reducer computes residual + moved,
-            # so (1 - decay) residual is subtracted here.  The residual itself must not change, because
-            # the exchange may be refused.
+            # The result must be accumulated = decay residual + moved, but the reducer computes residual +
+            # moved, so (1 - decay) residual is subtracted here.  The residual itself must not change,
+            # because the exchange may be refused.
             made.sub_(kept, alpha=1 - self.settings.residual_decay)
         return made
 

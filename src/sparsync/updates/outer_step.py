@@ -36,7 +36,7 @@ def _in_bits(bits: int) -> Algorithm:
 class OuterStep:
     """The settings of an outer step, in which ranks exchange the updates of ``period`` local steps.
 
-    Updates are exchanged compressed, and an outer SGD applies their average to the shared weights::
+    Updates are compressed and exchanged, and an outer SGD applies their average to the shared weights::
 
         accumulated = decay * residual + (shared - weights)    every ``period`` steps
         delivered, total = exchange(accumulated)               select, encode, sum

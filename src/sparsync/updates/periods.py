@@ -25,7 +25,7 @@ class AdaptivePeriod:
         measured = sqrt(mean over ranks of |moved|^2 / |shared weights|^2)     at every exchange
 
     The period is halved if the drift exceeds ``drift``, and doubled if the drift is below half of it.
-    The gap between the two limits prevents a doubling from causing a halving.
+    Because of the gap between the two limits, a doubling does not cause a halving.
 
     The drift is relative to the weights, not to the length of the average update.  Relative to the
     update, it would *fall* as the period grows, because common steps add up faster than noise.  A rule

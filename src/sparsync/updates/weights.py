@@ -100,7 +100,7 @@ class ModelWeights(Weights):
             if name not in trained and name not in ignored and writable(parameter)
         }
         # These buffers are not exchanged, because ranks would refuse every exchange with NaN or Inf.
-        # ``strayed`` reports a buffer that turns out not to be constant.
+        # ``strayed`` reports such a buffer if it is not constant after all.
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
         # buffers to be watched
         self._marks = {name: _mark(numbers[name]) for name in self.left_out}

@@ -166,7 +166,8 @@ class Preset:
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options
     source: str = "sparsync"  # the paper and equation that give its cost
     planned: bool = False
-    corrects: bool = False  # published with momentum correction instead of the optimizer's momentum
+    # True if the paper uses momentum correction instead of the optimizer's momentum
+    corrects: bool = False
     passes_on: Callable[..., Collective] | None = None  # takes the ``**options`` of ``make``
 
     @property
@@ -240,7 +241,7 @@ def settings_of(part: object) -> str:
                 kept[name] = value
     elif is_dataclass(part):
         kept = {field.name: getattr(part, field.name) for field in fields(part)}
-    # of anything else only the type counts, because its text may contain an address
+    # for all other objects, only the type counts, because their texts may contain an address
     named = ", ".join(f"{name}={settings_of(value)}" for name, value in kept.items())
     return f"{type(part).__name__}({named})"
 

@@ -29,7 +29,7 @@ from sparsync.wire.coo import StreamCodec
 
 __all__ = ["allgather", "allreduce", "connect", "iallreduce"]
 
-_MOST_OUTSTANDING = 1024  # calls in flight at once; each has its own channel
+_MOST_OUTSTANDING = 1024  # calls that may be in flight; each has its own channel
 _MOST_KINDS = 256  # kinds of calls whose last total is remembered
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def connect(
         "port_range": port_range,
         "advertise": advertise,
     }
-    # checked even for a single process, so that arguments which work there also work in a group
+    # check this even for a single process, so that arguments that work there also work in a group
     check_transport(transport, sockets)
     check_timeout(timeout)
     check_timeout(connect_timeout, "connect_timeout")
@@ -296,7 +296,7 @@ async def _attempt(program: _Program[T], channel: Communicator) -> T | Failure:
     try:
         with channel.exchange():
             return await program(channel)
-    except DisagreementError as error:  # on all ranks, when no message is in flight any more
+    except DisagreementError as error:  # raised on all ranks, when no message is in flight any more
         return Failure(error)
 
 

@@ -436,7 +436,7 @@ def check_optimizer(
             "expect a loss 20 to 27 % higher at density 1 %. exchange='updates' keeps up with "
             "dense training; see "
             "docs/optimizers.md",
-            stacklevel=4,  # the caller of attach, which is decorated
+            stacklevel=4,  # points at the caller of attach, which is decorated
         )
     if correction is None:
         return
@@ -471,5 +471,5 @@ def _warn_of_momentum(
         f"the optimizer applies momentum {settings[0]} to entries that arrive late, and {algorithm} is "
         f"published with momentum correction: give {cure}, and build the optimizer without these "
         "(docs/optimizers.md)",
-        stacklevel=3,  # the caller of attach
+        stacklevel=3,  # points at the caller of attach
     )

@@ -86,8 +86,8 @@ class DeadlockError(CommunicationError):
 
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-_DETAIL: Final = 200  # characters of a list of names
-_REFUSED: Final = "WeightsUnpickler error:"  # precedes the reason in torch's message about a file
+_DETAIL: Final = 200  # most characters of a list of names in a message
+_REFUSED: Final = "WeightsUnpickler error:"  # the text before the reason in torch's message
 
 
 def first_line(error: BaseException) -> str:

@@ -320,7 +320,7 @@ def call_after_backward(callback: Callable[[], None]) -> bool:
         Whether a backward pass is running: False on a rank that has run out of data (``join()``).
     """
     engine = Variable._execution_engine
-    try:  # a callback that is queued by another callback runs last, after the one that DDP queues
+    try:  # a callback that a callback queues runs last, after DDP's own callback
         engine.queue_callback(lambda: engine.queue_callback(callback))
     except RuntimeError:
         return False

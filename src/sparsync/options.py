@@ -255,7 +255,7 @@ class Options:
         said = f"{100 * density:.3g} % of {elements:,} gradient entries on every step"
         if density == 1:
             said = f"all {elements:,} gradient entries on every step"
-            if self.algorithm.name != "budgeted":  # not the default, so the user has asked for it
+            if self.algorithm.name != "budgeted":  # not the default, so the user has chosen it
                 said += f", densely; {self.algorithm.name} is not used"
             # the dense collective is bit-identical to plain DDP, and a sparse exchange of all entries
             # is not
@@ -282,7 +282,7 @@ class Options:
         if sent is None or sum(sent) == 0:
             return
         needed = allreduce(sum(unit.size for unit in units), world_size).nbytes
-        # imported here, because ``import sparsync`` would otherwise load the tables of algorithms
+        # import this here, because ``import sparsync`` would otherwise load the tables of algorithms
         from sparsync.cost.wording import format_bytes
         from sparsync.presets import PRESETS
 
@@ -293,7 +293,7 @@ class Options:
                 "lower density=, or another algorithm (sparsync plan compares them)"
             )
         rule, share = self.compression.compress, sent[0] / sum(sent)
-        # say nothing about the user's own rule
+        # print nothing about the user's own rule
         if rule is None or rule is not self.algorithm.compress or share <= 0.5:
             return
         part = sum(unit.size for unit in units if unit.dense) / sum(unit.size for unit in units)

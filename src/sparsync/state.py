@@ -29,7 +29,7 @@ __all__ = [
     "unpacked",
 ]
 
-_MAX_INT = 2**63 - 1  # the largest integer that kernels take
+_MAX_INT = 2**63 - 1  # the largest integer that kernels accept
 _SHOWN = 60  # longest value in a message, in characters
 
 Given = ParamSpec("Given")
@@ -47,7 +47,7 @@ def outside_inference(function: Callable[Given, Result]) -> Callable[Given, Resu
     @wraps(function)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         inside = torch.is_inference_mode_enabled()
-        # only inside inference mode, because ``inference_mode(False)`` also turns gradients on
+        # do this only inside inference mode, because ``inference_mode(False)`` also turns gradients on
         with torch.inference_mode(False) if inside else nullcontext():
             return function(*args, **kwargs)
 

@@ -86,7 +86,7 @@ class Table(Mapping[str, V], Generic[V]):
         names = Counter(fold(point.name) for point in points)
         for point in points:
             folded = fold(point.name)
-            # only a notice, because one package's mistake must not stop commands that list the table
+            # print only a notice: one package's mistake must not stop commands that list the table
             if (
                 folded in self._own
                 or folded in self._rooms
@@ -104,7 +104,7 @@ class Table(Mapping[str, V], Generic[V]):
     @functools.cached_property
     def _rooms(self) -> Mapping[str, tuple[str, V]]:
         found: dict[str, V] = {}
-        # imported here, by name, because rooms import modules that import this one
+        # import rooms here, by name, because they import modules that import this module
         for room in ROOMS:
             found |= importlib.import_module(room).ROWS.get(self._kind, {})
         return _folded(found)
@@ -142,7 +142,7 @@ class Table(Mapping[str, V], Generic[V]):
         )
 
 
-@functools.cache  # once per process, however often a table is listed
+@functools.cache  # the notice appears once per process, however often a table is listed
 def _leave_out(why: str) -> None:
     say(f"left out: {why}")
 
@@ -151,7 +151,7 @@ def _points(group: str) -> EntryPoints:
     return _of_packages(group, tuple(sys.path))
 
 
-@functools.lru_cache(maxsize=8)  # groups
+@functools.lru_cache(maxsize=8)  # more than there are groups
 def _of_packages(group: str, path: tuple[str, ...]) -> EntryPoints:
     """Read the entry points of all packages on the path; cached, because this takes 10 ms or more."""
     return entry_points(group=group)

@@ -182,7 +182,7 @@ def _like(template: State, states: Sequence[State]) -> dict[str, Any]:
                     new[what][name] = _box(values, pieces[name]).flatten().clone()
     norms = [s["previous_norm"] for s in states if s["previous_norm"] is not None]
     new["previous_norm"] = sum(norm / len(norms) for norm in norms) if norms else None
-    # shares of k are per unit, so they are reset if the units differ
+    # every unit has a share of k, so shares are reset if the units differ
     same = template["units"] == states[0]["units"] and template["sizes"] == states[0]["sizes"]
     new["quotas"] = list(states[0]["quotas"] if same else template["quotas"])
     new["quota_key"] = new["selectors"] = new["collectives"] = None
@@ -314,7 +314,7 @@ def _by_name(state: State, returns: bool) -> dict[str, Any]:
         if exchange["late"]:
             shared[span] = exchange["shared"]
             own[span] += exchange["weights"]
-        else:  # this rank continues from the shared weights, which are already there
+        else:  # this rank continues from the shared weights
             own[span] = shared[span] - (residual - hidden)[span] * in_weights
     if returns:
         own = shared - (residual - hidden) if in_weights else shared

@@ -62,7 +62,7 @@ class Source(NamedTuple):
 
     endpoint: str  # the address, followed by a blank and the password if there are no keys
     key: bytes = b""  # the only acceptable public key of the server
-    keys: CurveKeys | None = None  # this rank's own keys
+    keys: CurveKeys | None = None  # the keys of this rank
 
 
 @final

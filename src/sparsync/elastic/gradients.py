@@ -152,7 +152,7 @@ class PresentRanks(Ranks):
             "" if watched.scaler is None else scaled,
         )
         self._missed = self._exchanged = False
-        self._position = 0, 0  # number of steps made, and skipped, before the open one
+        self._position = 0, 0  # number of steps made, and skipped, before the open step
         self._taken: Taken = {}  # optimizer steps since a copy was offered
         # autograd's number of the first backward pass after this rank has left
         self._last_task: int | None = None

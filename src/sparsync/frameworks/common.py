@@ -132,7 +132,7 @@ def save_beside(sync: Handle, model: torch.nn.Module, folder: Path) -> None:
     """
     save_state(sync, folder, _weights(sync, model), alone=sync.closed)
     for seat, file in states_in(folder).items():
-        if seat.ranks != sync.reducer.comm.world_size:  # left over from an older run
+        if seat.ranks != sync.reducer.comm.world_size:  # the file is left over from an older run
             file.unlink(missing_ok=True)
 
 

@@ -87,7 +87,7 @@ class SparsyncCallback(Callback):
         if trainer.ckpt_path:
             resume(sync, pl_module, _folder(trainer.ckpt_path))
         elif former is not None and self._module is pl_module and not isinstance(sync, UpdateSync):
-            # a second fit() of the same module must still deliver the first one's residual
+            # a second fit() of the same module must still deliver the residual of the first
             sync.load_state_dict(former.state_dict())
         self._module = pl_module
 

@@ -68,7 +68,7 @@ class GradientNoise:
     over P ranks has the squares ``s^2 + n^2 / P``, and a single rank's gradient has ``s^2 + n^2``.  The
     quotient of the two, from 1 / P (pure noise) to 1, is the parameter's ``share``.
 
-    *Measurement.* Ranks average a few numbers per parameter, which travel with the model's buffers and
+    *Measurement.*  Ranks average a few numbers per parameter, which travel with the model's buffers and
     cost no extra round.  These numbers are sums p of the gradient's elements with random signs, for
     which ``E |p|^2 = |g|^2``, whatever the distribution of the elements.  (A sample of elements would
     not suffice, because a few elements contribute most of the squares.)  A rank's own squares are

@@ -189,7 +189,7 @@ class Carrier:
 
         def job() -> float:
             begin = time.perf_counter()
-            # ``torch.cuda.stream(None)`` would do nothing, but initialise CUDA
+            # ``torch.cuda.stream(None)`` would do nothing except initialise CUDA
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 run(exchange())
             return time.perf_counter() - begin
@@ -227,7 +227,8 @@ class UpdateSync(Handle):
         reducer, engine = own.outer.reducer, carrier.engine
         membership = ranks.membership
         super().__init__(module, reducer, engine, groups, options, membership, consensus, pieces)
-        self._before: tuple[int, Traffic] | None = None  # steps and bytes before the first one here
+        # steps and bytes before the first step in this process
+        self._before: tuple[int, Traffic] | None = None
         self._own, self._weights, self.outer = own, own.weights, own.outer
         self._carrier, self._ranks, self._changes = carrier, ranks, own.changes
         self._ddp: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -237,7 +238,8 @@ class UpdateSync(Handle):
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
         # optimizers that have not stepped in the current iteration, so their gradients are old
         self._resting = set(own.outer.optimizers)
-        self._begins, self._resumed = True, False  # before this handle's first step; after a load
+        # whether this handle has not made a step yet; whether it has loaded a state
+        self._begins, self._resumed = True, False
         self._noted: tuple[Tensor | None] | None = None  # recorded by ``_note_start``
         self._moments: list[Moments] = []  # the loaded moments, until the first step after a load
         self._differs = False  # whether a step was made since replicas were equal
@@ -308,7 +310,7 @@ class UpdateSync(Handle):
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         run(self.outer.resume())
-        self._check_model()  # also where the loop calls parts of the model, which have no hook
+        self._check_model()  # needed here if the loop calls parts of the model, which have no hook
         self._look_outside(optimizer)
         self._ranks.before_step()
         self._check_start()
@@ -333,7 +335,7 @@ class UpdateSync(Handle):
         a rank may run passes alone, e.g. to find its batch size.
         """
         if not self._ranks.asked:
-            self._check_start()  # ask now, because a rank with other weights must not join
+            self._check_start()  # ask now, because a rank with different weights must not join
         elif self._begins and (self._noted is None or self._changes.replaced()):
             self._noted = (self._loaded_start(),)
             self._changes.remember()

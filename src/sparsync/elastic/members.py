@@ -65,7 +65,7 @@ class Entry(NamedTuple):
     history: int  # the attempt that committed the last step; at first a digest of the weights
     prepared: int  # the attempt at the open step whose exchange this rank completed; 0: none
     behind: int  # 1: this rank is fetching its weights
-    leaves: int  # 1: the next step deals its residual; 2: done, the next step is its last
+    leaves: int  # 1: this rank's residual is dealt in the next step; 2: the next step is its last
     set_up: int  # a digest of everything that must be equal on all ranks
     clock: int = 0  # this rank's position in training, for stale ranks
     view: int = 0  # serial number of the last group whose roll this rank completed
@@ -148,8 +148,8 @@ def judge(entries: Sequence[Entry]) -> Verdict:
 class _Part(NamedTuple):
     """The changes to this rank's residuals if a certain attempt at a step is applied."""
 
-    minus: list[Vector]  # by unit; empty if all ranks refused the attempt
-    plus: list[tuple[int, slice, Tensor]]  # dealt by leaving ranks
+    minus: list[Vector]  # delivered entries, by unit; empty if all ranks refused the attempt
+    plus: list[tuple[int, slice, Tensor]]  # values dealt to this rank by leaving ranks
     deals: bool  # this rank leaves, and the rest of its residuals goes to other ranks
     scale: float  # the reducer's scale
 
@@ -207,10 +207,11 @@ class Members:
             [[1.0, 0, 0, 0]], dtype=torch.float64, device="cpu"
         )
         self._norm, self.told = 0.0, torch.zeros(1, 0, device="cpu")
-        self._names: tuple[Hashable, ...] = ()  # of the group's ranks
+        self._names: tuple[Hashable, ...] = ()  # names of the group's ranks
         self._lost: dict[Hashable, float] = {}  # norms of dead ranks' residuals, by name
-        self._delivered: list[Vector] = []  # in the prepared attempt, by unit
-        self._dealt: list[tuple[int, slice, Tensor]] = []  # by ranks that leave with the open step
+        self._delivered: list[Vector] = []  # entries delivered in the prepared attempt, by unit
+        # values dealt to this rank by ranks that leave with the open step
+        self._dealt: list[tuple[int, slice, Tensor]] = []
         self._events: list[dict[str, Any]] = []
 
     @property

@@ -36,7 +36,7 @@ def set_up_digest(reducer: Reducer, **settings: object) -> int:
 
 def number_of(text: str) -> int:
     """Return a 63-bit hash of a text."""
-    # ``hash`` would differ between processes; 63 bits, because the number is sent as an int64
+    # ``hash`` differs between processes; only 63 bits are used, because the number is sent as an int64
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

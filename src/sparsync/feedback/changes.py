@@ -20,7 +20,7 @@ from sparsync.units import local_of
 
 __all__ = ["Changes", "Undone", "begin_together"]
 
-_SAMPLED: Final = 8  # number of parameters, the largest ones, from which elements are sampled
+_SAMPLED: Final = 8  # elements are sampled from this many of the largest parameters
 _ELEMENTS: Final = 64  # number of elements sampled from each parameter
 # Weights count as replaced if they changed by more than the fraction ``_FAR`` of their norm, which no
 # step does, and if more than the fraction ``_TURNED`` of their elements changed sign.  Clipping, masks

@@ -255,7 +255,7 @@ class BucketSource(Source):
         self._exchanged, begun = False, self._begun
 
         def check() -> None:
-            if self._begun == begun:  # no bucket has come
+            if self._begun == begun:  # no bucket has arrived
                 self._exchanged = True
                 raise ConfigurationError(
                     f"a second backward pass added to the gradient of '{slot.name}' after its exchange, "
@@ -365,7 +365,7 @@ class BucketSource(Source):
         self._exchanged = True
         try:
             if not self._steps.settle(this, finished):
-                # None, because with zero gradients, momentum and weight decay would still change weights
+                # set gradients to None: if they were zero, momentum and decay would still change weights
                 for parameter in self._place:
                     parameter.grad = None
                 return
@@ -392,7 +392,7 @@ def _deliver_to_unused(averages: Iterable[tuple[Tensor, Tensor]]) -> None:
             # so its residual is dropped.
             continue
         average = average.view(parameter.shape)
-        # if nothing arrived, None stays, as in plain DDP, so that optimizers skip the parameter
+        # if nothing arrived, the gradient stays None, as in plain DDP, so optimizers skip the parameter
         if parameter.grad is None and bool(average.any()):
             parameter.grad = average.clone()
         elif parameter.grad is not None and not parameter.grad.is_sparse:

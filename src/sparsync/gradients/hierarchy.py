@@ -136,7 +136,7 @@ class NodeReducer:
             groups.make(outer), runs, self.consensus, ranks_of_a_node=node.world_size
         )
         node.share_broken(self.reducer.comm)  # once the node has failed, no step may begin
-        # padded, because a native reduce-scatter needs equal parts
+        # units are padded, because a native reduce-scatter needs equal parts
         sizes = [-(-unit.size // node.world_size) * node.world_size for unit in units]
         self._flat = [
             torch.zeros(size, dtype=unit.dtype, device=unit.device)
@@ -280,7 +280,8 @@ class Node:
 
     def average_(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """Start averaging over the node, in place; if that fails, ``check`` raises the error."""
-        divide_(tensor, self.comm.world_size)  # before the sum, which could overflow in 16 bits
+        # divide before the sum, which could overflow in 16 bits
+        divide_(tensor, self.comm.world_size)
         work = dist.all_reduce(tensor, group=self.comm.group, async_op=True)
         self._under_way.append(self.comm.under_way(_AVERAGE, work))
         self.comm.ledger.reduced(_AVERAGE, tensor, self.comm.world_size)
@@ -363,7 +364,7 @@ def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:
 
 def _gather(comm: TorchCommunicator, whole: Tensor, part: Tensor) -> None:
     """Gather the parts of all ranks of a node."""
-    # renamed in torch 2.13, like reduce-scatter
+    # the function was renamed in torch 2.13, like reduce-scatter
     present = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = present(whole, part, group=comm.group, async_op=True)
     with _noted(comm):

@@ -166,7 +166,7 @@ class ParameterSource(Source):
         # whether replicas' weights have been compared, which happens before the first commit
         self._compared = not compares
         self._parameters = {p.name: p.parameter for p in shards}
-        self._noted: dict[str, str] = {}  # see ``_note_first_weights``
+        self._noted: dict[str, str] = {}  # recorded by ``_note_first_weights``
         self._changes = Changes(self._parameters)
         self._kinds = kinds_of(self._parameters)
         self._place = {
@@ -363,7 +363,7 @@ class ParameterSource(Source):
         gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
-        # kept for ``write``; until the commit, the residual uses the memory of large gradients
+        # keep them for ``write``; until the commit, the residual uses the memory of large gradients
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
             # ``contiguous`` is needed for a strided 1-D tensor that the user has put into .grad, because
@@ -416,7 +416,7 @@ class ParameterSource(Source):
     async def _check_first_weights(self) -> None:
         """Refuse replicas that began with different weights, which DDP would have made equal."""
         self._compared, reducer = True, self._steps.reducer
-        # not after a load, which continues from a later step
+        # compare nothing after a load, which continues from a later step
         if not reducer.step + reducer.skipped:
             await check_equal_digests(reducer.channel("weights"), self._noted)
 

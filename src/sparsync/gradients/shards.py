@@ -137,7 +137,7 @@ def keys_of(shards: Sequence[Shard]) -> dict[str, int]:
     Ranks are included because layers of different stages may have the same name.
     """
     texts = {name: f"{name} {sorted(ranks)}" for name, ranks in _holders(shards).items()}
-    # not ``hash``, which differs between processes
+    # ``hash`` cannot be used, because it differs between processes
     hashes = {n: hashlib.blake2b(text.encode(), digest_size=8) for n, text in texts.items()}
     return {n: int.from_bytes(h.digest(), "little", signed=True) for n, h in hashes.items()}
 
@@ -180,7 +180,7 @@ class Fsdp:
             if isinstance(module, FSDPModule)
             if (state := _get_module_state(module)) is not None  # fully_shard's, or replicate's
         }
-        # states are distinguished by identity, because fully_shard([a, b]) gives several modules one
+        # states are distinguished by identity, because fully_shard([a, b]) gives both modules one state
         self._groups = [group for state in states.values() for group in _groups_of(state)]
         self._group_of: dict[Tensor, Any] = {
             kept.sharded_param: group for group in self._groups for kept in group.fsdp_params

@@ -34,7 +34,7 @@ _SMALLEST, _FACTOR, _LARGEST = (
     1 << 10,
     4,
     1 << 18,
-)  # bytes of the smallest message, factor to the next, and of the largest
+)  # bytes of the smallest message, factor from size to size, bytes of the largest message
 # round-trips to a rank, of which the fastest counts; a further one, uncounted, warms up
 _TRIPS: Final = 3
 _SECONDS: Final = 5.0  # a larger size is started only if it will probably end within this time

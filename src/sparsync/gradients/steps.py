@@ -347,7 +347,7 @@ class GradientSteps:
             replicas = self.reducer.channel("weights")
             with self.reducer.exchanging():
                 await check_replicas(sentinel, replicas, tensors, place, parts, rank)
-                # compared after the replicas, so that all nodes agree
+                # compare parts after replicas, so that all nodes agree
                 if alike and parts is not None:
                     await check_replicas(sentinel, parts, tensors, place, None, rank)
             self.wait_for_gpu()

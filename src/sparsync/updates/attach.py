@@ -112,7 +112,7 @@ def attach_updates(
     trained = trained_of(module, ignored)
     groups = Groups(options.transport.world, **options.transport.waits)
     try:
-        # creating a group is collective, so all ranks need the same order: node, parts, replicas
+        # creating groups is collective, so all ranks must do so in the same order: node, parts, replicas
         pieces, consensus, node, kinds = {}, None, None, dict[str, str]()
         if replicate is None:
             ranks = dist.get_process_group_ranks(groups.world or dist.group.WORLD)

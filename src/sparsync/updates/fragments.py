@@ -51,7 +51,7 @@ class Layout:
     def __init__(
         self, parameters: Mapping[str, Tensor], rest: Mapping[str, int], count: int
     ) -> None:
-        # runs of parameters with one dtype
+        # runs of parameters that have the same dtype, each after its dtype
         self._narrow: list[tuple[torch.dtype, slice]] = []
         self._shapes = {name: local_of(parameter).shape for name, parameter in parameters.items()}
         self._spans, self.end = dict[str, slice](), 0

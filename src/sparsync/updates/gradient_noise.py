@@ -181,7 +181,7 @@ class GradientNoise:
         self._row_squares.mul_(self._row_memory ** (step - self._step))
         self._step = step
         left_out = set(skipped)
-        draw = torch.Generator()  # on the CPU, so the signs do not depend on the device
+        draw = torch.Generator()  # draws on the CPU, so the signs do not depend on the device
         self.values.zero_()
         for at, (row, parameter) in enumerate(zip(self._table, self._parameters, strict=True)):
             # Each parameter has its own seed.  Some parameters are whole on all tensor-parallel ranks.
@@ -385,7 +385,7 @@ def noise_of(
         beta = first.defaults["betas"][1]
         memory |= {parameter: beta for parameter in trained.values() if parameter not in held}
     memory.update(dict.fromkeys(steps, _STEPS_KEPT))
-    # in the model's order, because ranks may give optimizers their parameters in different orders
+    # use the model's order, because ranks may give optimizers their parameters in different orders
     found = {parameter: memory[parameter] for parameter in trained.values() if parameter in memory}
     by_rows = () if model is None else _of_tokens(model) - steps
     return GradientNoise(found, [one for one in found if one in steps], by_rows) if found else None
@@ -408,7 +408,7 @@ def with_moments(
     """Yield each parameter that Adam or AdamW has stepped without amsgrad, its state and its group."""
     for group in optimizer.param_groups if corrects(optimizer) else ():
         for parameter in group["params"] if not group["amsgrad"] else ():
-            # a subclass may keep other moments, or none
+            # a subclass may have different moments, or none
             state = optimizer.state.get(parameter)
             if state and state.keys() >= _MOMENTS:
                 yield parameter, state, group

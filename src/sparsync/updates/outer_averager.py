@@ -170,7 +170,7 @@ class OuterAverager(Averager):
             )
             engine.restore(loaded, None)
             await restore_reducer(reducer, loaded["reducer"])
-        # the loaded state is kept until all ranks have adopted theirs, so that ``begin`` can be retried
+        # keep the loaded state until all ranks have adopted theirs, so that ``begin`` can be retried
         self._engine, self._loaded = engine, None
         self.memory = engine.memory
         self._weights.hold(torch.zeros(0, device="cpu"))
@@ -259,7 +259,7 @@ class OuterAverager(Averager):
         known, memory = self.settings, opened(state, "averager").get("memory")
         shared = memory.get("shared") if isinstance(memory, Mapping) else None
         if self._binding is None and self._engine is None and isinstance(shared, Tensor):
-            # defaults depend on the size, which is unknown without a model until ``begin``
+            # without a model, the size, on which the defaults depend, is unknown until ``begin``
             self.settings = known.for_size(shared.numel())
         try:
             return super().check(state)

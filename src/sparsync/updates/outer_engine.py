@@ -189,7 +189,7 @@ class OuterEngine(Stateful):
 
     def write(self, weights: Weights, values: Tensor) -> None:
         """Replace weights with values that are on the device of ``memory``."""
-        # one call if nothing is copied between devices, because each call is collective inside a node
+        # if nothing is copied between devices, make only one call, because each is collective in a node
         most = values.numel() if values.device == self._weights_like.device else None
         for place in self._runs(slice(0, values.numel()), most):
             weights.write(place, values[place])
@@ -261,7 +261,7 @@ class OuterEngine(Stateful):
         """Start the exchange of a fragment."""
         lr, seen, self._sent[part] = self.lr(), self.contributions.take(part), step
         exchange = Exchange(part, step + delay, delay > 0, lr=lr, last=last, seen=seen)
-        if exchange.late:  # the weights are copied, because local steps go on changing them
+        if exchange.late:  # copy the weights, because local steps continue to change them
             began, span = self._row(exchange, 0), self.layout.fragments[part].span
             for place in self._runs(span):
                 began[_within(span, place)] = self._weights.read(place)
@@ -531,7 +531,7 @@ class OuterEngine(Stateful):
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
-        # the distance is measured before weighing, because the drift is how far this rank really moved
+        # measure the distance before weighing, because the drift is how far this rank really moved
         distance = None
         if self.settings.rule is not None:
             distance = self._distance()
@@ -666,7 +666,7 @@ class OuterEngine(Stateful):
                     continue
                 if late is not None:
                     into.copy_(shared[place])
-                # a single pass, even if the average still has to be decoded from messages
+                # this takes a single pass, even if the average still has to be decoded from messages
                 average.subtract_from_(into, start + here.start)
 
     def _change(self, exchange: Exchange) -> Tensor:

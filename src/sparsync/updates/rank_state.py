@@ -154,7 +154,7 @@ def _moment_kind(key: str, value: Any, finite: bool) -> Kind:
     if not isinstance(value, Tensor):
         return like(value)
     part = local_of(value)
-    # SGD's momentum is sparse if an embedding's gradients are
+    # SGD's momentum is sparse if the gradients of an embedding are sparse
     return Values(tuple(part.shape), part.dtype, least, finite, sparse=key == "momentum_buffer")
 
 
@@ -173,7 +173,7 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
         if default is not None and not isinstance(default, bool)
     }
     required = {name: kinds.pop(name) for name in [*kinds] if name in numbers}
-    # groups of other libraries' optimizers may contain other values, e.g. step counts
+    # in optimizers of other libraries, groups may also contain e.g. step counts
     own = type(optimizer).__module__.startswith("torch.optim")
     return Fields(required, kinds, None if own else Plain(finite=False))
 
@@ -182,7 +182,7 @@ def _number_kind(least: float, value: Any = 0.0) -> Kind:
     """Describe a number or a one-element tensor; either may store a rate, depending on the run."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
-    # Inf counts as damage, unless it is also the live setting, e.g. to switch a clip off
+    # Inf counts as damage, unless the live setting is also Inf, e.g. to switch clipping off
     unbounded = [Exactly(value)] if isinstance(value, float) and math.isinf(value) else []
     return Either((*tensors, *unbounded, Number(least)))
 

@@ -55,7 +55,7 @@ def of_own_length(
     for group in optimizer.param_groups if name is not None else ():
         if name in ("Adam", "AdamW") and not group.get("amsgrad"):
             continue
-        # the names of this setting in torch, pytorch-optimizer and other packages
+        # this setting has different names in torch, pytorch-optimizer and other packages
         told = map(group.get, ("decoupled_weight_decay", "weight_decouple", "decouple"))
         apart = next((bool(one) for one in told if one is not None), _OWN_LENGTH[name or ""])
         for parameter in group["params"]:

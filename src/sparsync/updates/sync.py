@@ -760,7 +760,7 @@ class UpdateSync(Handle):
                 self._weights.trained,
                 outer.optimizers,
                 exchanged=self._weights.exchanged(left_out),
-                # a resharded state has no thresholds and boundaries (None), so they start afresh
+                # a resharded state has None for thresholds and boundaries, which are then reset
                 resharded=isinstance(saved, Mapping) and saved.get("selectors", ()) is None,
                 finite=content.get("broken") is not True,
             ),

@@ -75,7 +75,7 @@ class ModelWeights(Weights):
         left_out: the names of these buffers.
     """
 
-    cure = ""  # ``attach`` was given the optimizers
+    cure = ""  # no advice is needed, because ``attach`` knows the optimizers
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ModelWeights(Weights):
         # These buffers are not exchanged, because ranks would refuse every exchange with NaN or Inf.
         # ``strayed`` reports such a buffer if it is not constant after all.
         self.left_out = frozenset(self.buffers) - frozenset(averaged_buffers(module))
-        # buffers to be watched
+        # the marks of these buffers, to detect writes
         self._marks = {name: _mark(numbers[name]) for name in self.left_out}
         self._sharded = any(hasattr(parameter, "to_local") for parameter in trained.values())
         tensors = self._tensors()
@@ -352,7 +352,7 @@ class OwnWeights:
         # training went on from the shared ones
         with self._lock:
             replaced = self.changes.replaced()  # the next step must still see this, and refuse it
-            # read from the model, because an engine that runs apart has its own copy
+            # read the model, because after ``go_on_with`` the engine has its own copy of the weights
             outside, before = self._aside, self.outer.read(self.weights)
             self.weights.reshard()
             self.outer.write(self.weights, self.outer.memory["shared"])

@@ -1,8 +1,8 @@
 """Actors: state machines that answer messages while their rank computes.
 
-An actor has no threads, sockets or clocks: its host passes messages and the time to it, and sends its
-replies.  So the same actor can run on a thread next to training (``ZmqHost``) and in the simulator,
-where every interleaving can be replayed.
+An actor has no threads, sockets or clocks.  Its host passes messages and the time to it, and sends its
+replies.  The same actor can therefore run on a thread alongside training (``ZmqHost``) and in the
+simulator, where every interleaving can be replayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Actor(ABC):
     """A state machine that a host runs, one call at a time; no call may block."""
 
     host: Host
-    due: float | None = None  # when to call ``tick``, on the host's clock; None: not at all
+    due: float | None = None  # when to call ``tick``, on the host's clock; None: never
 
     def meet(self, host: Host) -> None:
         """Store the host; the host calls this before any other method."""
@@ -65,19 +65,19 @@ class Host(ABC):
 
     @abstractmethod
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Run ``function(reply)`` as ``call`` does; the operation's result is the value of the reply.
+        """Run ``function(reply)`` as ``call`` does; the operation's result is ``reply``'s argument.
 
         ``reply`` may be called immediately or later; ``where`` names the wait in errors.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the actor."""
+        """Stop running the actor."""
 
 
 @runtime_checkable
 class HostsActors(Protocol):
-    """A communicator that can run an actor next to each rank, as model averaging requires."""
+    """A communicator that can run an actor alongside each rank, as model averaging requires."""
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor next to this rank; this is collective."""
+        """Run an actor alongside this rank; this is collective."""

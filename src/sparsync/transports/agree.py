@@ -40,10 +40,11 @@ __all__ = [
 _TEXT_BYTES = 1 << 16  # bytes of a fact's value that ranks exchange when they disagree
 _NO_MARKS = torch.zeros(0, dtype=torch.bool, device="cpu")
 _NAMED = 3  # number of other ranks whose values an error shows
-_SHOWN, _BEFORE = 240, 60  # characters shown of a value; of these, before the first difference
-_BETWEEN = " | "  # names that ranks exchange when they differ
-_WORD = 8  # bytes
-_ROW = 1024  # words: short enough for a cache, long enough to keep the sums small
+# the number of characters of a value that an error shows, and of the ones before the first difference
+_SHOWN, _BEFORE = 240, 60
+_BETWEEN = " | "  # separates the names that ranks exchange when they differ
+_WORD = 8  # bytes in a word
+_ROW = 1024  # words in a row: few enough for a cache, and enough to keep the sums small
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ async def worst(
         first = int(rows[:, 0].argmax())
         severity, *at = rows[first, : 1 + _WORD].tolist()
         place, marks = int.from_bytes(at, "little"), rows[:, 1 + _WORD :].amax(0)
-        if severity:  # it is equal on all ranks, so all of them exchange explanations, or none
+        if severity:  # equal on all ranks, so either all of them exchange explanations or none does
             words = (await texts_of(comm, words, phase))[first]
     return Outcome(severity, place, words, marks.bool())
 
@@ -128,7 +129,7 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
                 words = f"{type(caught).__name__}: {words}"
                 error = CheckpointError(f"cannot {what}: {words}")
                 error.__cause__ = caught
-        # exchange outcomes even if this rank has failed: raising at once would leave the others waiting
+        # exchange outcomes even if this rank has failed: if it raised now, the others would keep waiting
         failed = await worst(comms, int(error is not None), words, "checkpoint")
     if error is not None:
         raise error
@@ -176,8 +177,7 @@ async def agree(
     differs = digests != digests[comm.rank]
     if not bool(differs.any()):
         return told[:, len(mine) :].tolist()
-    # all ranks see the first mismatch at the same fact, so all of them take part in the exchange of
-    # texts
+    # all ranks see the first mismatch at the same fact, so all of them take part in exchanging the texts
     at = int(differs.any(dim=0).nonzero()[0])
     name, value = list(facts.items())[at]
     raise await _disagreement(comm, name, value, differs[:, at].nonzero().flatten().tolist())
@@ -205,21 +205,21 @@ def _excerpt(text: str, first: int) -> str:
 
 
 async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[str]:
-    """Return the texts of all ranks, each cut to ``nbytes``, in printable characters only."""
+    """Return all ranks' texts, each cut to ``nbytes`` bytes, with unprintable characters replaced."""
     raw = text.encode()[:nbytes].ljust(nbytes, b"\0")
     mine = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     everyone = await comm.allgather(mine, phase)
     # ignore decoding errors, because the cut may have split a character; replace control characters,
-    # because a peer's text ends up in this rank's terminal and logs, which would obey them
+    # because a peer's text ends up in this rank's terminal and logs, where they could do harm
     texts = [bytes(raw.tolist()).rstrip(b"\0").decode(errors="ignore") for raw in everyone]
     return ["".join(c if c.isprintable() else "?" for c in text) for text in texts]
 
 
 async def texts_of(comm: Communicator, text: str, phase: str) -> list[str]:
-    """Return the texts of all ranks, of any length.
+    """Return all ranks' texts, which may have any length.
 
-    Cost: an allgather of 8 bytes.  Unless all texts are empty, a second allgather, in which each rank
-    sends as many bytes as the longest text has.
+    Cost: an allgather of 8 bytes.  Unless all texts are empty, a second allgather follows, in which each
+    rank sends as many bytes as the longest text has.
     """
     lengths = await comm.allgather(torch.tensor([len(text.encode())], device="cpu"), phase)
     longest = int(max(lengths))
@@ -278,15 +278,15 @@ def digest(tensor: Tensor) -> str:
         False
     """
     flat = bytes_of(tensor)
-    # ``view`` needs aligned memory; torch's allocators align it, but memory of another library may start
-    # at any byte
+    # ``view`` needs aligned memory.  torch's allocators align it, but memory that another library has
+    # allocated may start at any byte.
     if flat.storage_offset() % _WORD or (flat.is_cpu and flat.data_ptr() % _WORD):
         flat = flat.clone()
     words = flat[: flat.numel() // _WORD * _WORD].view(torch.int64)
     full = words.numel() // _ROW * _ROW
     table = words[:full].view(-1, _ROW)
-    # copy the rest, because torch cannot resize a storage once NumPy has seen it, and its observers
-    # resize buffers
+    # copy the rest: once NumPy has seen a storage, torch cannot resize it, but torch's quantisation
+    # observers resize their buffers
     rest = flat[full * _WORD :].clone()
     # Unlike sums of floats, integer sums modulo 2^64 depend neither on the order of addition nor on the
     # device.  The rest, which is shorter than 8 KiB, is hashed directly.
@@ -339,7 +339,7 @@ async def divergences(comm: Communicator, tensors: Mapping[str, Tensor]) -> list
     everyone = await comm.allgather(sums, "sentinel")
     others = [r for r, theirs in enumerate(everyone) if theirs[0] != names]
     if others:
-        # not all names are equal, so every rank sees a mismatch, and all take part in this exchange
+        # the names are not equal on all ranks, so every rank sees a mismatch and takes part here
         texts = await texts_of(comm, _BETWEEN.join(tensors), "sentinel")
         pairs = zip_longest(*(texts[r].split(_BETWEEN) for r in (comm.rank, others[0])))
         here, there = next((a or "none", b or "none") for a, b in pairs if a != b)
@@ -368,10 +368,10 @@ async def heal_(
 
 
 async def equalise_(comm: Communicator, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Overwrite tensors in place with rank 0's where they differ; return their names.
+    """Overwrite the tensors that differ from rank 0's with rank 0's, in place; return their names.
 
-    Cost: the cost of ``divergences``; for each tensor, rank 0 sends one message to every rank that
-    differs.
+    Cost: the cost of ``divergences``; for each such tensor, rank 0 sends one message to every rank whose
+    tensor differs.
     """
     torn = await divergences(comm, tensors)
     for each in torn:
@@ -397,7 +397,7 @@ async def _copy_(comm: Communicator, tensor: Tensor, source: int, others: Sequen
 
 
 def _groups(column: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Group the ranks with equal numbers, the largest group first."""
+    """Return the groups of ranks that have equal numbers, the largest group first."""
     members: dict[int, list[int]] = {}
     for rank, number in enumerate(column):
         members.setdefault(number, []).append(rank)

@@ -57,8 +57,8 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
     Raises:
         ConfigurationError: the value is not a number in (0, 10^6]; every wait must end.
     """
-    # zmq waits twice the timeout for a sign of life, and libzmq stores milliseconds in 32 bits, which is
-    # enough for 2 x 10^6 s.  NaN is refused because both comparisons with it are false.
+    # The zmq transport waits twice the timeout for a sign of life, and libzmq stores milliseconds in 32
+    # bits, which is enough for 2 x 10^6 s.  NaN is refused, because both comparisons with it are false.
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not number or not 0 < seconds <= 1e6:
         raise ConfigurationError(
@@ -70,7 +70,7 @@ def check_timeout(seconds: float, name: str = "timeout") -> float:
 def rounds(world_size: int) -> Iterator[tuple[int, int]]:
     """Yield ``(skip, count)`` for every round, widest first: ``count`` blocks go to ``rank + skip``.
 
-    The counts add up to P - 1: the block of each other rank is sent once.
+    The counts add up to P - 1, because the blocks of all ranks but one are sent once.
 
     Example:
         >>> list(rounds(6)), sum(count for _, count in rounds(6))
@@ -122,7 +122,7 @@ class Communicator(ABC):
     def channel(self: C, tag: int) -> C:
         """Return a handle on the same group, whose messages never mix with those of other channels.
 
-        Channels allow several units to be in flight, one per channel.
+        With one channel per unit, several units can be in flight together.
         """
         if not 0 <= tag < self.tags:
             raise ConfigurationError(
@@ -141,10 +141,10 @@ class Communicator(ABC):
         return twin
 
     def abort(self) -> None:
-        """Make the waits of other threads end soon, with an error; afterwards only ``close`` is allowed.
+        """Make other threads' waits end soon, with an error; afterwards only ``close`` is allowed.
 
-        While another thread is in a call, this is the only method that may be called.  Messages already
-        submitted are still sent.
+        While another thread is in a call, this is the only method that may be called.  Messages that
+        were already submitted are still sent.
         """
         self.aborted.set()
 
@@ -157,11 +157,12 @@ class Communicator(ABC):
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Run one exchange; refuse to start it if an earlier one broke off, and record if this one does.
+        """Return a context for one exchange, which refuses to start if an earlier exchange broke off.
 
         If an exchange breaks off, every rank stops at a different point.  Its messages may still arrive,
-        and the next exchange would take them for its own.  Errors that all ranks raise together, after
-        they have received all messages, do no harm and are not recorded.
+        and the next exchange would take them for its own.  This context therefore records the error.
+        Errors that all ranks raise together, after they have received all messages, do no harm and are
+        not recorded.
         """
         self.check_whole()
         try:
@@ -182,7 +183,7 @@ class Communicator(ABC):
             )
 
     def share_broken(self, other: Communicator) -> None:
-        """Count calls that break off on either group for both, whose exchanges depend on each other."""
+        """Share the record of broken-off calls with another group, because the exchanges are linked."""
         self.broken = other.broken
 
     def close(self) -> None:
@@ -213,10 +214,10 @@ class Communicator(ABC):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Book the elapsed time under a stage, one of ``ledger.STAGES``.
+        """Record the time spent in this context under a stage, one of ``ledger.STAGES``.
 
-        No time is booked twice: the time that inner stages, or other units in flight, have booked
-        meanwhile is subtracted.
+        No time is recorded twice: the time that inner stages or other units in flight have recorded in
+        the meantime is subtracted.
         """
         start, booked = self.now, self.ledger.booked
         try:
@@ -239,7 +240,7 @@ class Communicator(ABC):
         return self.start_send(payload, dest, phase, framing)
 
     def irecv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Receive without waiting.  Await the result, which is exactly the bytes that were sent."""
+        """Receive without waiting.  Await the result, exactly the bytes that were sent."""
         self._check_peer(source, "receive from")
         return self.start_recv(source, capacity, phase, framing)
 
@@ -276,7 +277,7 @@ class Communicator(ABC):
         operations: dict[ReduceOp, Callable[..., Tensor]]
         operations = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
         total = tensor if in_place else tensor.new_empty(tensor.shape)
-        width = -(-size // world_size)  # of a block; rank r sums block r
+        width = -(-size // world_size)  # elements of a block; rank r sums block r
         full = size // max(width, 1)  # number of blocks without padding
         given, rest = _rows(tensor.reshape(-1), full, width)
         rows, last = _rows(total.view(-1), full, width)
@@ -285,8 +286,8 @@ class Communicator(ABC):
         for start in range(0, max(width, 1), max(step, 1)):
             columns = slice(start, min(start + step, width))
             blocks, end = buffer[:, : columns.stop - start], last[columns]
-            # ``in_place`` is safe: input is read and output written piece by piece, and no column is
-            # read again after it was written
+            # ``in_place`` is safe: input and output are handled piece by piece, and no column is read
+            # after it was written
             blocks[:full] = given[:, columns]
             blocks[full:].zero_()  # padding, which is reduced as well but never copied out
             blocks[full : full + 1, : end.numel()] = rest[columns]
@@ -298,7 +299,7 @@ class Communicator(ABC):
     async def _reduce_blocks(
         self, blocks: Tensor, phase: str, combine: Callable[..., Tensor]
     ) -> None:
-        """Allreduce `[P, width]`, in place."""
+        """Allreduce P blocks, `[P, width]`, in place."""
         world_size = self.world_size
         # This is the reduce-scatter.  The tree along which block r is summed depends on P and r, but not
         # on the order of arrival.  Only rank r has the sum, and the allgather copies it, so all ranks
@@ -350,9 +351,9 @@ class Communicator(ABC):
         """Collect one message per rank, of at most ``capacities[rank]`` bytes, in rank order.
 
         Cost: ceil(log2 P) messages; every rank receives the bytes of all other ranks.  A rank sends its
-        own message in every round, and forwards every other message in the rounds after it arrived.  So
-        if one message has most of the bytes, its owner sends them ceil(log2 P) times.  With ``ring``
-        there are P - 1 messages, and no rank sends any message twice.
+        own message in every round, and forwards a received message in the rounds after its arrival.  If
+        one message is much longer than the others, its owner thus sends it ceil(log2 P) times.  With
+        ``ring`` there are P - 1 messages, and no rank sends any message twice.
         """
         world_size, rank = self.world_size, self.rank
         blocks = [payload.to(self.device)]  # blocks[i] belongs to rank + i; on a ring, to rank - i
@@ -381,14 +382,14 @@ class Communicator(ABC):
     ) -> list[Tensor]:
         """Send ``payloads[r]`` to each rank r; return the messages received, in rank order.
 
-        ``capacities[r]`` is the most bytes that rank r sends to any other rank.  The list is the same on
-        all ranks, so a transport may use a native call with padded messages.  Destinations are rotated
-        (rank + 1, rank + 2, ...).
+        ``capacities[r]`` is the maximum number of bytes that rank r sends to any one rank.  The list is
+        the same on all ranks, so a transport may use a native call with padded messages.  Destinations
+        are rotated (rank + 1, rank + 2, ...).
         """
         world_size, rank = self.world_size, self.rank
         receiving, sending = {}, []
         # destinations are rotated, as in Ok-Topk, Figure 2b: if all ranks sent to rank 0 first,
-        # then to rank 1, one port would be flooded in each turn while the others idle (2a)
+        # then to rank 1, each round would flood one port while all others are idle (2a)
         for shift in range(1, world_size):
             source, dest = (rank - shift) % world_size, (rank + shift) % world_size
             receiving[source] = self.irecv(source, capacities[source], phase, framing)

@@ -1,4 +1,4 @@
-"""Drive coroutines that await operations: to the end, side by side, or on a background thread.
+"""Drive coroutines that await operations: one to its end, several concurrently, or on a thread.
 
 Algorithms are ``async def`` functions that await a communicator's calls; they do not depend on their
 driver.  Every driver, including the simulator, resumes them through ``Task``.  If an operation fails,
@@ -37,10 +37,11 @@ T = TypeVar("T")
 
 _PATIENCE = 0.001  # seconds between checks for a new job while others are in flight
 _LONG = 0.1  # seconds between checks of younger coroutines when no new one may start
-_MOST = 64  # coroutines in flight on an engine; every check runs Python code for each of them
-_IDLE = 0.05  # seconds in which an engine without work ends on its own
-# Seconds for an engine's thread to leave its current call.  An aborted communicator takes another second
-# to close, so a process ends within 5 s (``benchmarks/exits.md``).
+# limit on the coroutines in flight on an engine, because every check runs Python code for each of them
+_MOST = 64
+_IDLE = 0.05  # seconds that an idle engine's thread has to end without an abort
+# Seconds that an engine's thread has to leave its current call after an abort.  Closing an aborted
+# communicator takes another second, so a process ends within 5 s (``benchmarks/exits.md``).
 _LAST = 3.5
 
 
@@ -55,10 +56,10 @@ class Operation(ABC):
         """Block until the operation is done; raise a ``CommunicationError`` if it fails."""
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds``, which may be 0; return whether it is done; raise like ``wait``.
+        """Wait at most ``seconds``, which may be 0; return whether the operation is done.
 
-        A transport that cannot check without waiting returns False if ``seconds`` is 0, and otherwise
-        waits for the end.
+        Errors are raised as in ``wait``.  A transport that cannot check without waiting returns False if
+        ``seconds`` is 0, and otherwise waits until the operation is done.
         """
         if not self.done and seconds > 0:
             self.wait()
@@ -84,7 +85,7 @@ class Finished(Operation):
 @final
 @dataclass(frozen=True)
 class Failure:
-    """Returned by a coroutine on an engine to fail alone; the coroutines in flight with it continue."""
+    """What a coroutine on an engine returns if only it fails and the others in flight continue."""
 
     error: Exception
 
@@ -93,13 +94,13 @@ class Task(Generic[T]):
     """A coroutine in progress."""
 
     waits_for: Operation
-    result: T  # once ``ended``
+    result: T  # set once ``ended`` is true
 
     def __init__(self, program: Coroutine[Operation, None, T]) -> None:
         self.program, self.ended = program, False
 
     def resume(self, error: BaseException | None = None) -> None:
-        """Run to the next wait or to the end; ``error`` is raised at the current wait.
+        """Run to the next wait or to the end; an ``error`` is raised at the current wait.
 
         Raises:
             BaseException: any error that the coroutine does not handle.
@@ -142,8 +143,8 @@ class Flight:
     """Coroutines in flight together, in the order in which they were started.
 
     The driver blocks only on the *oldest* member.  All ranks start their members in the same order, so
-    the oldest member always finds the other ranks waiting in the same member.  Hence there is no
-    deadlock, even on a transport that cannot check whether a message has arrived.
+    all ranks block on the same member.  This avoids deadlocks even on a transport that cannot check
+    whether a message has arrived.
 
     An error that a member does not handle ends the flight and closes the other members.
     """
@@ -163,18 +164,17 @@ class Flight:
         self._move(member, member[0].resume)
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Wait for the oldest member, at most about ``seconds``; advance all as far as possible."""
+        """Wait about ``seconds`` at most for the oldest member; advance all as far as possible."""
         for member in list(self._members):  # copied, because members that end are removed
             step = member[0].advance
             # Only the first wait of the oldest member may block.  Younger members are only polled:
-            # blocking in one of them might wait for a peer that is itself waiting for this rank in an
-            # older one.
+            # blocking on one of them might wait for a peer that waits for this rank in an older member.
             while not member[0].ended and self._move(member, partial(step, seconds)):
                 seconds = 0.0
             seconds = 0.0
 
     async def turn(self) -> None:
-        """Await the operation that the oldest member is waiting for, then advance all.
+        """Await the operation that the oldest member is waiting for, then advance all members.
 
         This lets a coroutine drive a flight even in the simulator, where nothing may block.
         """
@@ -205,7 +205,7 @@ class Flight:
 
 
 async def together(programs: Sequence[Coroutine[Operation, None, T]]) -> list[T]:
-    """Run coroutines side by side, started in the given order; return their results in that order.
+    """Run coroutines concurrently, started in the given order; return their results in that order.
 
     Example:
         >>> async def one(): return 1
@@ -233,7 +233,7 @@ class Abortable(Protocol):
     """One or more communicators in which an engine's jobs may be waiting."""
 
     def abort(self) -> None:
-        """End the waits of other threads with an error; only ``close`` is legal from now on."""
+        """End other threads' waits with an error; only ``close`` may be called afterwards."""
 
     def close(self) -> None:
         """Release resources; no other thread may still be waiting."""
@@ -241,21 +241,21 @@ class Abortable(Protocol):
 
 @final
 class Engine:
-    """Runs jobs on a daemon thread: the communication of one model.
+    """Runs one model's communication jobs on a daemon thread.
 
-    Coroutines run side by side, started in the order in which they were submitted.  This order must be
-    the same on all ranks.  A callable runs once everything submitted before it has ended.  No job may
+    Coroutines run concurrently, started in the order in which they were submitted.  This order must be
+    the same on all ranks.  A callable runs once every job submitted before it has ended.  No job may
     wait inside a callback of another job's future, because that deadlocks gloo.
 
-    An engine ends as soon as it is dropped or the process exits, because nothing can use its results
-    any more.  Its thread must end before the interpreter does.  Otherwise the interpreter would stop it
-    inside native code: gloo would call ``std::terminate``, and libzmq would abort when its sockets are
-    closed.
+    An engine ends as soon as it is dropped or the process exits, because its results can no longer be
+    used.  Its thread must end before the interpreter does.  Otherwise the interpreter would stop the
+    thread inside native code: gloo would call ``std::terminate``, and libzmq would abort when its
+    sockets are closed.
 
     Args:
         name: name of the thread.
-        comms: communicators that the jobs use.  If the jobs must end, they are aborted and then closed.
-            The engine keeps them alive, so they must not keep the engine alive.
+        comms: communicators that the jobs use.  They are aborted and then closed if jobs must be broken
+            off.  The engine keeps them alive, so they must not keep the engine alive.
 
     Example:
         >>> engine = Engine("demo")
@@ -267,14 +267,13 @@ class Engine:
     def __init__(self, name: str, comms: Sequence[Abortable] = ()) -> None:
         self._jobs: _Jobs = SimpleQueue()
         over = threading.Event()
-        # the thread's target is a plain function, because a bound method would keep the engine alive
-        # forever
+        # the thread's target is a plain function: a bound method would keep the engine alive forever
         self._thread = threading.Thread(
             target=_work, args=(self._jobs, over), name=f"sparsync-{name}", daemon=True
         )
         self._thread.start()
         # A finalizer runs once: when the engine is dropped, at exit, or when ``end`` is called.  None of
-        # its arguments may refer to the engine, which would keep it alive.
+        # its arguments may refer to the engine, because that would keep the engine alive.
         self.end = weakref.finalize(
             self, _end, self._jobs, over, self._thread, tuple(comms), os.getpid()
         )
@@ -290,10 +289,10 @@ class Engine:
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
     def submit(self, job: Callable[[], T] | Coroutine[Operation, None, T | Failure]) -> Future[T]:
-        """Queue a job; the future gets its result or its exception, and cannot be cancelled.
+        """Queue a job; return a future for its result or exception, which cannot be cancelled.
 
-        If a coroutine raises, the ones in flight with it fail with the same exception.  If it returns a
-        ``Failure``, it fails alone.
+        If a coroutine raises, all other coroutines in flight fail with the same exception.  If it
+        returns a ``Failure``, only its own future fails.
         """
         # on a thread that has ended, the job would never run, and its future would wait forever
         if not self._thread.is_alive():
@@ -303,8 +302,7 @@ class Engine:
                 "this engine is closed, or its handle was: attach again to a freshly wrapped model"
             )
         future: Future[T] = Future()
-        # mark the future as running, so that it cannot be cancelled: other ranks count on a queued
-        # exchange
+        # mark the future as running, so that it cannot be cancelled: other ranks rely on the exchange
         future.set_running_or_notify_cancel()
         self._jobs.put((job, future))
         return future
@@ -316,7 +314,8 @@ class Engine:
         engine's own thread, the call returns immediately, and the thread ends after the queued jobs.
         """
         self._jobs.put(None)
-        # a thread cannot join itself: the garbage collector may finalize the owner during a job
+        # a thread cannot join itself, but this may run on it: the garbage collector may finalize the
+        # engine's owner during a job
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)
             self.end()
@@ -339,7 +338,7 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
     flight, flying = Flight(), list[Future[Any]]()
 
     def guarded(step: Callable[[], None]) -> None:
-        """Run a step; an error ends the flight and is given to all open futures."""
+        """Run a step; if it fails, end the flight and pass the error to all open futures."""
         try:
             if over.is_set():
                 flight.close()
@@ -352,15 +351,15 @@ def _work(jobs: _Jobs, over: threading.Event) -> None:
         flying[:] = [future for future in flying if not future.done()]
 
     while True:
-        # with coroutines in flight, only poll the queue, and wait for the oldest coroutine instead
+        # with coroutines in flight, only poll the queue; the waiting is done for the oldest coroutine
         try:
             item = jobs.get(block=not flight)
         except Empty:
             guarded(partial(flight.advance, _PATIENCE))
             continue
         coroutine = item is not None and isinstance(item[0], Coroutine)
-        # a callable, such as the commit of a step, waits for everything before it; a coroutine waits
-        # only until there is room for it
+        # a callable, such as a step's commit, waits for every earlier job; a coroutine waits only until
+        # there is room for it
         while flight and (not coroutine or len(flight) >= _MOST):
             guarded(partial(flight.advance, _LONG))
         if item is None:
@@ -401,16 +400,16 @@ def _end(
     comms: Sequence[Abortable],
     pid: int,
 ) -> None:
-    """End an engine's thread, whatever it waits for; the engine itself is gone by then."""
+    """End an engine's thread, whatever it waits for; the engine itself no longer exists."""
     # in a forked child, there is no such thread, and the connections belong to the parent
     if not thread.is_alive() or os.getpid() != pid:
         return
-    # The order matters.  Set the flag first, because a thread that wakes up checks it before it
-    # continues.  Then end the waits with ``abort``, the only call that is allowed from another thread.
-    # Close sockets last, when no thread can be inside libzmq any more.
+    # The order matters.  The flag comes first, because a thread that wakes up checks it before it
+    # continues.  Then ``abort``, the only call that is allowed from another thread, ends the waits.
+    # Sockets are closed last, when no thread can be inside libzmq any more.
     over.set()
     jobs.put(None)
-    if threading.current_thread() is thread:  # a job held the last reference; it ends first
+    if threading.current_thread() is thread:  # a job held the last reference; the thread ends after it
         return
     thread.join(_IDLE)
     if not thread.is_alive():
@@ -424,12 +423,12 @@ def _end(
 
 
 def close_at_exit(owner: Any) -> None:
-    """Call ``owner.close()`` at process exit if the owner, which has a thread, is still alive.
+    """Call ``owner.close()`` at process exit if the owner of a thread is still alive.
 
-    The owner created last is closed first, because it may use earlier ones.
+    Owners are closed in reverse order of creation, because a later one may use an earlier one.
     """
-    # use a weak reference, because a strong one would keep the owner alive until the end; if the owner
-    # is dropped earlier, the finalizer finds nothing and does nothing
+    # A strong reference would keep the owner alive until the process exits.  If the owner has been
+    # dropped by then, the finalizer does nothing.
     weakref.finalize(owner, _close, weakref.ref(owner), os.getpid())
 
 

@@ -33,11 +33,11 @@ class GlooCommunicator(Communicator):
     """One rank of a changing group over gloo, like ``ZmqCommunicator(changing=True)`` over ZeroMQ.
 
     Nothing is encrypted, and peers are trusted: a message that exceeds the receive buffer ends the
-    process.  Collectives are inherited from ``Communicator``; gloo's native ones would continue in their
-    threads after a rank is gone.
+    process.  Collectives are inherited from ``Communicator``, because gloo's native ones would continue
+    in their threads after a rank has disconnected.
 
     Args:
-        host: address of this rank, which listens on the interface that has this address.
+        host: address of this rank, which listens on the interface with this address.
         store: the store that this process serves, for groups in which it is rank 0.
         timeout: seconds that any wait may take.
 
@@ -52,19 +52,19 @@ class GlooCommunicator(Communicator):
         self.timeout = check_timeout(timeout)
         self.endpoint = f"{host}:{store.port}"
         self._gloo_device = ProcessGroupGloo.create_device(hostname=host.strip("[]"))
-        # keep the connection to the last rank 0's store: torch resolves the address for every new
-        # connection, which may take seconds
+        # keep the connection to the store of the previous group's rank 0: torch resolves the address for
+        # every new connection, which may take seconds
         self._own, self._last = store, dict[str, TCPStore]()
         self.group = _Group(partial(self._meet, 0, 0, [self.endpoint]))
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Become a rank of another group; waits in the former group end with an error.
+        """Leave the current group for a new one; waits in the former group end with an error.
 
-        The ranks of the new group meet in the store of its rank 0, as soon as the first message is sent
-        or received.  Channels must be created again.
+        The ranks of the new group rendezvous in its rank 0's store when the first message is sent or
+        received.  Channels must be created again.
         """
-        # close connections before the new group meets, so that peers still waiting in the former group
-        # also come
+        # close connections before the new group's rendezvous: peers that still wait in the former group
+        # could not join it otherwise
         self.give_up()
         self.rank, self.world_size = rank, len(endpoints)
         self.group = _Group(partial(self._meet, rank, job, endpoints))
@@ -74,7 +74,7 @@ class GlooCommunicator(Communicator):
         self.group.close(self.world_size)
 
     def abort(self) -> None:
-        """End this rank's waits, and prevent new ones."""
+        """End this rank's waits, and refuse new ones."""
         super().abort()
         self.give_up()
 
@@ -93,8 +93,8 @@ class GlooCommunicator(Communicator):
             store = TCPStore(host.strip("[]"), int(port), None, False, seconds, False)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout, options._threads, options._devices = seconds, 1, [self._gloo_device]
-        # the prefix contains the job, because ranks that read an earlier group's keys would connect to
-        # old addresses
+        # the prefix contains the job's number: ranks that read an earlier group's keys would connect to
+        # outdated addresses
         made = ProcessGroupGloo(
             PrefixStore(f"sparsync/{job}", store), rank, len(endpoints), options
         )
@@ -104,9 +104,9 @@ class GlooCommunicator(Communicator):
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
         """Send the payload, prefixed by its length if the receiver does not know it."""
         payload = payload.contiguous()
-        # Send length and payload as one message, because two messages would need a second call on either
-        # side.  A receive buffer may be longer than the message: gloo then fills only its start, but
-        # does not report how much.
+        # Send length and payload as one message, because two messages would need a second call on both
+        # sides.  If the receive buffer is longer than the message, gloo fills only its start and does
+        # not report the length.
         if framing.variable:
             payload = torch.cat(
                 [torch.tensor([payload.numel()], device="cpu").view(torch.uint8), payload]
@@ -139,7 +139,7 @@ class GlooCommunicator(Communicator):
 
 @final
 class _Group:
-    """One of gloo's groups, created by ``meet`` on first use."""
+    """A gloo group, which ``meet`` creates on first use."""
 
     def __init__(self, meet: Callable[[], Any]) -> None:
         self._meet, self._over = meet, False
@@ -149,13 +149,13 @@ class _Group:
         """Return the group; create it on first use.
 
         Raises:
-            RuntimeError: some ranks have not arrived, or the group is closed.
+            RuntimeError: ranks have not arrived in time, or the group is closed.
         """
         if self._over:
             raise RuntimeError("this rank has given the step up")
         if self._gloo is None:
-            # a failed meeting is final: its keys stay in the store, and would mislead a second meeting
-            # of the same job
+            # a failed rendezvous is not repeated: its keys stay in the store, and would mislead a second
+            # one for the same job
             self._over = True
             self._gloo = self._meet()
             self._over = False
@@ -189,7 +189,7 @@ class _Call(Operation):
         self.result, self.done = self._finish(), True
 
     def _named(self, call: Callable[[], Any]) -> Any:
-        """Turn an error of torch into one that names rank, phase and step."""
+        """Convert a torch error into one that names rank, phase and step."""
         try:
             return call()
         except RuntimeError as error:

@@ -28,9 +28,9 @@ class Subgroup(Communicator):
             )
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
-        # Share the parent's channel and its records of failure.  Then the messages of both have one
-        # order, an abort of either ends the waits of both, and an exchange that breaks off in one spoils
-        # both.
+        # Parent and subgroup share a channel and the records of failures.  All their messages have one
+        # order, aborting either ends the waits of both, and if an exchange of either breaks off, neither
+        # can start another one.
         self.tag, self.aborted, self.broken = parent.tag, parent.aborted, parent.broken
 
     def abort(self) -> None:
@@ -50,17 +50,17 @@ class Subgroup(Communicator):
 
     @property
     def now(self) -> float:
-        """The parent's clock."""
+        """Seconds on the parent's clock."""
         return self.parent.now
 
     def work(self, nbytes: int, *, dense: bool = False) -> Operation:
-        """Account for the work through the parent."""
+        """Account for the work in the parent."""
         return self.parent.work(nbytes, dense=dense)
 
 
 @final
 class SoloCommunicator(Communicator):
-    """The communicator of a single process without ``torch.distributed``; it has no peer."""
+    """The communicator of a single process without ``torch.distributed``; it has no peers."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1, device=torch.device("cpu"))

@@ -1,6 +1,6 @@
 """The network interfaces of this machine, and the ones that ``GLOO_SOCKET_IFNAME`` selects.
 
-The variable may hold comma-separated names and addresses.  Like NCCL's variable, it may also hold
+The variable may hold comma-separated names and addresses.  Like ``NCCL_SOCKET_IFNAME``, it may also hold
 prefixes ("eth"), exact names ("=eth0") and exclusions ("^lo,docker0").  gloo itself accepts only names.
 """
 
@@ -62,7 +62,7 @@ class Interface:
 
     @property
     def far_addresses(self) -> tuple[str, ...]:
-        """The addresses at which other machines can reach it; none for a loopback interface."""
+        """The addresses at which other machines can reach this one; none for a loopback interface."""
         return () if self.loopback else self.addresses
 
     def __str__(self) -> str:
@@ -185,14 +185,13 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
     parts = [part.strip() for part in value.removeprefix("^").split(",") if part.strip()]
     found, wrong = list[Interface](), ""
     if excludes:
-        # an excluded interface need not exist on this machine; excluding all other interfaces does not
-        # mean that loopback is wanted
+        # an excluded interface need not exist on this machine; loopback is never taken here, even if
+        # every other interface is excluded
         left = [one for one in present if not any(_matches(part, one) for part in parts)]
         found = [one for one in left if one.addresses and not one.loopback]
     for part in () if excludes else parts:
         matched = [one for one in present if _matches(part, one)]
-        # of several matches, take only interfaces with an address; a single match is what the user asked
-        # for
+        # of several matches, keep only interfaces with an address; a single match is what the user wants
         found += [one for one in matched if one.addresses] if len(matched) > 1 else matched
         wrong = wrong or ("" if matched else part)
     if not found or wrong:
@@ -221,7 +220,7 @@ def _numbered(prefix: str, name: str) -> re.Match[str] | None:
 
 
 def address_to(host: str) -> str | None:
-    """Return this machine's address on the route to a host; None if there is no such host or route."""
+    """Return this machine's address on the route to a host; None if the host or a route is missing."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

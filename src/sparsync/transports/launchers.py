@@ -38,13 +38,13 @@ __all__ = [
 
 Launcher = Literal["torchrun", "mpi", "slurm"]
 
-# The variables that tell a process its rank, the world size, and its rank on this host, by launcher.
-# Inner launchers come first: a torchrun started by srun has the variables of both, and torchrun's are
+# For each launcher, the variables with a process's rank, the world size, and the rank on this host.
+# Inner launchers come first: if srun starts torchrun, the variables of both are set, and torchrun's are
 # right.
 _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # The next rows are set, in this order, by Open MPI; by MVAPICH2; by MPICH, Intel MPI and Slurm's
-    # pmi2 (srun --mpi=pmi2); and by Slurm's pmix (two rows)
+    # The variables in the next rows are set by, in this order: Open MPI; MVAPICH2; MPICH, Intel MPI and
+    # Slurm's pmi2 (srun --mpi=pmi2); Slurm's pmix (two rows)
     ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -133,13 +133,14 @@ def first_host(nodes: str) -> str:
 
 
 def connect_mpi(timeout: float = 300.0) -> Communicator:
-    """Connect the ranks of an mpiexec (or of an srun that starts MPI) without ``torch.distributed``.
+    """Connect the ranks that mpiexec (or srun, with MPI) has started, without ``torch.distributed``.
 
     Raises:
-        ConfigurationError: mpi4py or MPI is missing, or MPI does not know the launcher's ranks.
+        ConfigurationError: mpi4py or MPI is missing, or MPI's ranks differ from the launcher's.
     """
     here, comm = detect(), MpiCommunicator(timeout=timeout)
-    # started by another MPI's mpiexec, every process would be alone in its world and train by itself
+    # if mpiexec belongs to another MPI than mpi4py's, every process is alone in its MPI world, and would
+    # train alone
     if here is not None and (here.rank, here.world_size) != (comm.rank, comm.world_size):
         comm.close()
         raise ConfigurationError(
@@ -153,7 +154,7 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
     """Initialise ``torch.distributed`` in every rank started by torchrun, mpiexec or srun.
 
     Rank 0 listens at MASTER_ADDR and MASTER_PORT if both are set.  Otherwise, under MPI, it listens on
-    its own host at a free port, which mpi4py distributes.  Under Slurm, it listens on the job's first
+    its own host at a free port, sent to the others by mpi4py.  Under Slurm, it listens on the job's first
     host at a port derived from the job's number.
 
     Args:
@@ -198,9 +199,9 @@ def init_process_group(backend: str = "gloo", *, timeout: float = 300.0) -> Plac
 def _listening(store: Store, here: Placement, timeout: float) -> AbstractContextManager[None]:
     """Return a context in which gloo listens where all ranks can reach it.
 
-    gloo itself accepts only names in ``GLOO_SOCKET_IFNAME``.  Without the variable, it listens on
-    loopback if the machine's own name maps to 127.0.1.1.  Some of gloo's errors come only after minutes,
-    and none mentions the variable or the interfaces.
+    gloo itself accepts only names in ``GLOO_SOCKET_IFNAME``.  If the variable is not set, it listens on
+    loopback when the machine's own name maps to 127.0.1.1.  gloo raises some of its errors only after
+    minutes, and none of them mentions the variable or the interfaces.
     """
     cards = convene(
         store,
@@ -218,10 +219,9 @@ def destroy_process_group() -> None:
     """Leave ``torch.distributed`` at the end of a program.
 
     gloo's threads release the tensors of the last call shortly after the call has returned, and need the
-    interpreter to do so.  If the interpreter is already exiting by then, the process aborts ("terminate
-    called without an active exception").  The threads end when the last reference to their group is
-    dropped, so this function also collects reference cycles.  Do not keep another reference to the
-    group.
+    interpreter to do so.  If the interpreter is exiting by then, the process aborts ("terminate called
+    without an active exception").  The threads end when the last reference to their group is dropped.
+    This function therefore also collects reference cycles; do not keep a reference to the group.
     """
     dist.destroy_process_group()
     # If a DDP model holds the last reference, its destructor (torch 2.13) joins these threads without
@@ -232,7 +232,7 @@ def destroy_process_group() -> None:
 
 
 def _meet(here: Placement, timeout: float) -> Store:
-    """Return the job's store, which rank 0 serves or, under torchrun, one of torchrun's agents."""
+    """Return the job's store, served by rank 0 or, under torchrun, possibly by an agent."""
     if here.launcher == "torchrun":
         served, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         served.set_timeout(timedelta(seconds=timeout))
@@ -251,7 +251,7 @@ def _meet(here: Placement, timeout: float) -> Store:
     if here.host is not None and "MASTER_PORT" in os.environ:
         return store(here.host, _number(os.environ, "MASTER_PORT"))
     if here.launcher == "mpi" and "MASTER_ADDR" not in os.environ:
-        # if mpi4py is missing, or belongs to another MPI, a scheduler may still provide rank 0's address
+        # if mpi4py is missing or belongs to another MPI, a scheduler may still provide rank 0's address
         with suppress(ConfigurationError), connect_mpi(timeout) as comm:
             # let rank 0's system choose a free port, because a port computed by all ranks might be taken
             host = host_of_rank_0(comm)
@@ -268,7 +268,7 @@ def _meet(here: Placement, timeout: float) -> Store:
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
-    """Return the port of a job step: equal in all of its tasks, but different in the next job.
+    """Return a port for a job step: all of its tasks get the same one, the next job gets another.
 
     It is below 32,768, where Linux starts its ephemeral ports.
     """

@@ -1,7 +1,7 @@
 """Count every byte that a rank sends or receives, by phase, by step and by purpose.
 
-The ledger counts the payloads handed to the transport, including the wire format's headers but not the
-transport's own framing (such as TCP's).  It never synchronises with a device or a peer.
+The ledger counts the payloads that the transport is given.  They include the wire format's headers but
+not the transport's own framing (such as TCP's).  It never synchronises with a device or a peer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGES = ("accumulate", "mask", "select", "pack", "communicate", "unpack")
 
 
 class _Counts:
-    """A dataclass of counts; instances add field by field."""
+    """A dataclass of counts; instances are added field by field."""
 
     def __add__(self: C, other: C) -> C:
         return type(self)(*map(add, vars(self).values(), vars(other).values()))
@@ -40,7 +40,7 @@ class _Counts:
 @final
 @dataclass(frozen=True)
 class Parts(_Counts):
-    """The bytes of one payload by purpose."""
+    """The number of bytes of one payload, by purpose."""
 
     header: int = 0
     index: int = 0
@@ -49,7 +49,7 @@ class Parts(_Counts):
 
     @property
     def nbytes(self) -> int:
-        """All bytes of the payload."""
+        """The number of all bytes of the payload."""
         return self.header + self.index + self.value + self.control
 
 
@@ -64,11 +64,11 @@ class Framing(ABC):
 
     @abstractmethod
     def length(self, buffer: Tensor) -> int:
-        """Return the bytes of the payload at the start of ``buffer`` (which may be longer)."""
+        """Return the number of bytes of the payload at the start of a (possibly longer) ``buffer``."""
 
     @abstractmethod
     def parts(self, payload: Tensor) -> Parts:
-        """Split the length of a whole payload by purpose."""
+        """Return the number of bytes of a whole payload, split by purpose."""
 
     def first(self, buffer: Tensor, capacity: int) -> Tensor:
         """Return the payload of at most ``capacity`` bytes at the start of ``buffer`` (a view).
@@ -90,7 +90,7 @@ class Framing(ABC):
 
 @final
 class Raw(Framing):
-    """Unstructured bytes, booked under ``kind``; unless ``variable``, both sides know their number."""
+    """Unstructured bytes, counted under ``kind``; unless ``variable``, both sides know their number."""
 
     def __init__(self, kind: Literal["value", "control"], *, variable: bool = False) -> None:
         self.kind, self.variable = kind, variable
@@ -100,7 +100,7 @@ class Raw(Framing):
         return buffer.numel()
 
     def parts(self, payload: Tensor) -> Parts:
-        """Book all bytes under ``kind``."""
+        """Count all bytes under ``kind``."""
         nbytes = payload.numel()
         return Parts(value=nbytes) if self.kind == "value" else Parts(control=nbytes)
 
@@ -128,7 +128,7 @@ class Several(Framing):
         return blocks
 
     def length(self, buffer: Tensor) -> int:
-        """Sum the lengths of the messages."""
+        """Return the total length of the messages."""
         return sum(block.numel() for block in self._leading(buffer))
 
     def _leading(self, buffer: Tensor) -> list[Tensor]:
@@ -139,7 +139,7 @@ class Several(Framing):
         return blocks
 
     def parts(self, payload: Tensor) -> Parts:
-        """Sum the parts of the messages."""
+        """Return the sum of the messages' parts."""
         return sum(map(self.framing.parts, self.cut(payload)), Parts())
 
 
@@ -160,7 +160,7 @@ class Traffic(_Counts):
 
 
 def place(step: int, local_step: int | None = None) -> str:
-    """Return the number of a step, or of an exchange and a local step, worded for errors.
+    """Return a text for errors with the number of a step, or of an exchange and a local step.
 
     Args:
         step: the ledger's step, which counts exchanges if an optimizer takes local steps.
@@ -194,19 +194,19 @@ class Ledger:
         self.phases: dict[str, Traffic] = {}  # of the current step
         self.stages: dict[str, float] = {}  # seconds of the whole run, by stage
         self._booked: dict[int, float] = {}  # seconds of all stages, by thread
-        # The threads of autograd and of the engine book stages concurrently, hence the lock.  Traffic
+        # Autograd's thread and the engine's record stages concurrently, so these need a lock.  Traffic
         # needs none, because only one thread communicates at a time.
         self._lock = threading.Lock()
         self.last_step = Traffic()
-        # the most bytes in any finished step, because the papers bound a rank's traffic in every step,
-        # not on average
+        # the largest numbers of bytes in any finished step: the papers bound a rank's traffic in every
+        # step, not on average
         self.sent_max = 0
         self.received_max = 0
         self.outside = Traffic()  # outside of any step
         self._finished: dict[str, Traffic] = {}  # per phase, over finished steps
 
     def begin_step(self, step: int) -> None:
-        """Close the books of the current step and open those of ``step`` (0-based)."""
+        """Finish counting the current step, and start to count ``step`` (0-based)."""
         # a step without traffic, e.g. when gradients are accumulated, does not change ``last_step``
         if self.phases:
             self.last_step = self.current_step()
@@ -220,12 +220,12 @@ class Ledger:
         self.local_step = local_step
 
     def place(self, step: int | None = None) -> str:
-        """Return the number of ``step``, by default the current one, worded for errors."""
+        """Return a text for errors with the number of ``step``, by default the current one."""
         return place(self.step if step is None else step, self.local_step)
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """Return a context that books traffic to no step, only to totals, phases and ``outside``."""
+        """Return a context that counts traffic in totals, phases and ``outside``, but in no step."""
         before, opened, self.phases = self.total(), self.phases, {}
         try:
             yield
@@ -234,12 +234,12 @@ class Ledger:
             self.outside += self.total() - before
 
     def set_up(self) -> Traffic:
-        """Exclude the traffic so far from all steps; return it, without traffic outside of steps."""
+        """Count the traffic so far to no step; return it, without traffic outside of steps."""
         self._finished, self.phases = self.by_phase(), {}
         return self.of_steps()
 
     def of_steps(self) -> Traffic:
-        """Sum the whole run, without traffic outside of steps."""
+        """Return the traffic of the whole run, without traffic outside of steps."""
         return self.total() - self.outside
 
     def sent(self, phase: str, nbytes: int, parts: Parts, messages: int = 1) -> None:
@@ -252,8 +252,8 @@ class Ledger:
 
     def reduced(self, phase: str, tensor: Tensor, world_size: int) -> None:
         """Record a native allreduce: 2 n (P - 1) / P sent and received."""
-        # gloo, NCCL and MPI do not report what they send.  Book the fewest bytes that any allreduce
-        # needs, and the messages of ``Communicator.allreduce``, 2 ceil(log2 P).
+        # gloo, NCCL and MPI do not report what they send.  Record the fewest bytes that any allreduce
+        # needs, and as many messages as ``Communicator.allreduce`` sends, 2 ceil(log2 P).
         nbytes = -(-2 * tensor.numel() * tensor.itemsize * (world_size - 1) // world_size)
         parts = Parts(value=nbytes) if tensor.is_floating_point() else Parts(control=nbytes)
         messages = 2 * (world_size - 1).bit_length()
@@ -261,12 +261,12 @@ class Ledger:
         self.received(phase, nbytes, messages)
 
     def take(self, other: Ledger) -> None:
-        """Add the current step of another ledger."""
+        """Add the counts of another ledger's current step."""
         for phase, traffic in other.phases.items():
             self._add(phase, traffic)
 
     def spent(self, stage: str, seconds: float) -> None:
-        """Record seconds under a stage: real ones, or the simulator's virtual ones."""
+        """Record seconds under a stage: real time or, in the simulator, virtual time."""
         thread = threading.get_ident()
         with self._lock:
             self.stages[stage] = self.stages.get(stage, 0.0) + seconds
@@ -274,22 +274,22 @@ class Ledger:
 
     @property
     def booked(self) -> float:
-        """Seconds booked by this thread, under all stages; other threads run in parallel."""
+        """Seconds that this thread has recorded under all stages; other threads run in parallel."""
         return self._booked.get(threading.get_ident(), 0.0)
 
     def current_step(self) -> Traffic:
-        """Sum the current step over its phases."""
+        """Return the traffic of the current step, summed over its phases."""
         return sum(self.phases.values(), Traffic())
 
     def by_phase(self) -> dict[str, Traffic]:
-        """Sum the whole run per phase, including the current step."""
+        """Return the traffic of the whole run, including the current step, by phase."""
         whole = dict(self._finished)
         for phase, traffic in self.phases.items():
             whole[phase] = whole.get(phase, Traffic()) + traffic
         return whole
 
     def total(self) -> Traffic:
-        """Sum the whole run, including the current step."""
+        """Return the traffic of the whole run, including the current step."""
         return sum(self.by_phase().values(), Traffic())
 
     def _add(self, phase: str, traffic: Traffic) -> None:

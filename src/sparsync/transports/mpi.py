@@ -23,7 +23,7 @@ __all__ = ["MpiCommunicator", "load_mpi"]
 _NAP: Final = (
     0.125  # sleep between checks, as a fraction of the time waited; it bounds how late a wait ends
 )
-_LONGEST_NAP: Final = 0.0005  # seconds; MPI moves large messages only while it is called
+_LONGEST_NAP: Final = 0.0005  # seconds; MPI makes progress with large messages only while it is called
 _LINGER: Final = 1.0  # seconds that ``close`` waits for messages in flight
 # The dtypes that MPI itself reduces.  Floats are only summed there, because MPI's max and min may lose a
 # NaN.
@@ -52,15 +52,15 @@ class MpiCommunicator(Communicator):
 
     Messages are sent point to point, directly from tensors into tensors; their tag is the channel.  MPI
     reports their length, so no message is padded and no round is spent on sizes.  For integers and float
-    sums, ``allreduce`` is MPI's own, which is the dense baseline of every comparison.  Because ranks may
-    outnumber the cores, a wait sleeps between checks.  Only one thread at a time may use a communicator
-    and its channels.
+    sums, ``allreduce`` is MPI's own, the dense baseline of every comparison.  Ranks may outnumber the
+    cores, so a wait sleeps between checks.  Only one thread at a time may use a communicator and its
+    channels.
 
     Args:
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None for ``COMM_WORLD``.
         timeout: seconds that any wait may take before it fails with an error.
-        spin: seconds for which a wait polls without a pause, before it sleeps between checks.  The
-            default is about the time that a small message takes when ranks outnumber the cores.
+        spin: seconds for which a wait polls without pauses, before it starts to sleep between checks.
+            The default is about the time that a small message takes when ranks outnumber the cores.
 
     Raises:
         ConfigurationError: mpi4py or MPI is missing, MPI lacks thread support, or an argument is wrong.
@@ -87,14 +87,14 @@ class MpiCommunicator(Communicator):
         super().__init__(comm.Get_rank(), comm.Get_size(), torch.device("cpu"))
         self.timeout = check_timeout(timeout)
         self.spin, self.mpi = spin, mpi
-        self.pending: dict[int, _Request] = {}  # MPI accesses the buffers of these until they end
+        self.pending: dict[int, _Request] = {}  # MPI may access their buffers until they end
         self.tags = 1 + int(comm.Get_attr(mpi.TAG_UB))
-        # Messages of this duplicate never match the caller's; it becomes COMM_NULL when it is freed.
-        # Use Idup, because Dup would wait without a deadline for ranks that never come.
+        # A duplicate's messages never match the caller's; the duplicate becomes COMM_NULL when freed.
+        # Idup is used because Dup would wait without a deadline for ranks that never arrive.
         self.comm, request = comm.Idup()
         _Request(self, "wait for all ranks to connect", lambda: request).wait()
-        # let MPI return errors, which ``_Request`` raises with rank and phase; the default handler ends
-        # the job
+        # let MPI return errors, so that ``_Request`` can raise them with rank and phase; MPI's default
+        # handler ends the job
         self.comm.Set_errhandler(mpi.ERRORS_RETURN)
 
     @classmethod
@@ -104,7 +104,7 @@ class MpiCommunicator(Communicator):
         The first call is collective.
 
         Raises:
-            ConfigurationError: ``comm`` is null or was freed, or one of the constructor's errors.
+            ConfigurationError: ``comm`` is null or was freed, or the constructor raised this error.
         """
         mpi = load_mpi()
         require(
@@ -142,7 +142,7 @@ class MpiCommunicator(Communicator):
             return cls(timeout=timeout)
         everyone = world.Get_group()
         group = everyone.Incl(members)
-        # Create_group has no deadline, but does not need one: its members have just met
+        # Create_group has no deadline, but needs none: its members have just communicated
         part = world.Create_group(group)
         try:
             return cls(part, timeout=timeout)
@@ -152,7 +152,7 @@ class MpiCommunicator(Communicator):
             everyone.Free()
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor over ZeroMQ, where it can sleep until a message arrives from any sender."""
+        """Run an actor over ZeroMQ, so that it can sleep until any rank sends it a message."""
         # imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
@@ -201,12 +201,12 @@ class MpiCommunicator(Communicator):
     ) -> Tensor:
         """Use the native call for integers, and for sums of float32 and float64.
 
-        The ledger books 2 n (P - 1) / P as sent and received.  Native float sums are equal on all ranks,
-        and equal to those of other transports up to rounding.  Two cases are reduced point to point: max
-        and min of floats, in which MPI may lose a NaN, and dtypes that MPI lacks.
+        The ledger counts 2 n (P - 1) / P as sent and received.  Native float sums are equal on all
+        ranks, and equal to other transports' sums up to rounding.  Two cases are reduced point to point:
+        max and min of floats, in which MPI may lose a NaN, and dtypes that MPI lacks.
         """
-        # Only this collective is native, because only here point-to-point messages are certain to be
-        # slower: the native call takes 0.4 to 0.9 of their time (``docs/mpi.md``)
+        # Only this collective is native, because only here the native call is always faster than
+        # point-to-point messages: it takes 0.4 to 0.9 of their time (``docs/mpi.md``)
         native = tensor.dtype in _INTEGERS or (op == "sum" and tensor.dtype in _FLOATS)
         if not native or self.world_size == 1 or tensor.numel() == 0:
             return await super().allreduce(tensor, phase, op, in_place=in_place)
@@ -216,8 +216,8 @@ class MpiCommunicator(Communicator):
             result.view(-1).numpy(),
             {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN},
         )
-        # MPI cannot cancel a collective: if this one is abandoned, it stays pending, and would match the
-        # other ranks' next one
+        # MPI cannot cancel a collective: an abandoned call stays pending, and the other ranks' next
+        # collective would match it
         with self.exchange():
             await _Request(
                 self,
@@ -242,7 +242,7 @@ class MpiCommunicator(Communicator):
         time.sleep(max(nap, 0.0))
 
     def close(self) -> None:
-        """Cancel receives, give sent messages a second to leave, and free the duplicated communicator.
+        """Cancel receives, wait up to a second for sent messages, and free the duplicated communicator.
 
         MPI itself keeps running.
         """
@@ -257,18 +257,18 @@ class MpiCommunicator(Communicator):
                 request.drain()
             self.rest(self.spin, until - time.monotonic())
         if self.pending:
-            # MPI may access the buffers of these requests until it ends; references that are kept until
-            # exit prevent their memory from being reused
+            # MPI may access these requests' buffers until it ends; references that are kept until exit
+            # prevent the memory from being reused
             atexit.register(list, self.pending.values())
         self.comm.Free()  # MPI frees it once all pending operations have ended
 
 
 @functools.cache
 def _key(mpi: Any) -> int:
-    """Return the key of the MPI attribute that holds an ``MpiCommunicator`` and closes it."""
-    # Attributes are MPI's own way for libraries to attach data to a communicator: duplicates do not
-    # inherit them, and freeing the communicator deletes them.  A weak dictionary of mpi4py objects would
-    # not work, because several such objects may refer to one communicator.
+    """Return the key of the MPI attribute that holds an ``MpiCommunicator``, and closes it when freed."""
+    # Attributes are MPI's own way for libraries to attach data to a communicator.  Duplicates do not
+    # inherit them, and freeing the communicator deletes them.  A weak dictionary keyed by mpi4py objects
+    # would not work, because several of these objects may refer to one communicator.
     key: int = mpi.Comm.Create_keyval(delete_fn=lambda _comm, _key, kept: kept.close())
     return key
 
@@ -280,10 +280,10 @@ class _Request(Operation):
     Args:
         start: calls MPI; the request that it returns keeps the buffers alive.
         finish: takes the status and returns the result; None if there is no result.
-        receiving: the request is a receive, so it may be cancelled.
-        late: start only at the first wait.  All ranks must start the collectives of an MPI communicator
-            in the same order.  If several channels are in flight, a rank waits only for the oldest,
-            which is the same one on all ranks.
+        receiving: whether the request is a receive, and may therefore be cancelled.
+        late: whether to start only at the first wait.  All ranks must start an MPI communicator's
+            collectives in the same order.  If several channels are in flight, a rank waits only for the
+            oldest, which is the same one on all ranks.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class _Request(Operation):
         if self.waiting_since is None:
             self.waiting_since = now
         # count the deadline from the first wait, because a receive may be posted long before its message
-        # comes
+        # arrives
         deadline = self.waiting_since + comm.timeout
         if any(other.comm.tag != comm.tag for other in comm.pending.values()):
             seconds = min(seconds, _LONGEST_NAP)
@@ -349,7 +349,7 @@ class _Request(Operation):
             self.drain()
 
     def drain(self) -> None:
-        """Check whether MPI has finished with the buffers; ignore their content."""
+        """Check whether MPI no longer needs the buffers; ignore their content."""
         try:
             ended = self.native.Test()
         except self.comm.mpi.Exception:

@@ -41,7 +41,7 @@ _set_timeout: Final[Any] = (
     getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
 )
 
-_PATIENCE: Final = 1.0  # seconds for the others to report after one rank's failure
+_PATIENCE: Final = 1.0  # seconds that the other ranks have to report after one rank's failure
 _LOOK: Final = 0.02  # seconds between checks of the store
 NEVER: Final = 2**30  # a tag that no gloo channel uses; reserved for ``break_off``
 _AT_ONCE: Final = timedelta(milliseconds=1)
@@ -61,15 +61,15 @@ def connect_group(
     Args:
         group: the process group whose members are the ranks; None for the default group.
         transport: "torch" (gloo), "zmq" (a separate mesh), "mpi" (for ranks started by mpiexec), or
-            "auto", which means zmq.  Over zmq, sparse exchanges took 5 to 10 % less time and fewer bytes
-            than over gloo, whose messages are padded (``benchmarks/lab_exchange.md``).
+            "auto", which means zmq.  Sparse exchanges over zmq took 5 to 10 % less time than over gloo,
+            and sent fewer bytes, because gloo's messages are padded (``benchmarks/lab_exchange.md``).
         timeout: seconds that any wait may take.
         connect_timeout: seconds that opening zmq's connections may take.
         sockets: for zmq: ``interface``, ``port_range``, ``advertise`` and ``curve_keys``.
 
     Raises:
-        ConfigurationError: the transport is unknown, or settings for sockets are given but the transport
-            has none.
+        ConfigurationError: the transport is unknown, or settings for zmq's sockets are given although
+            the transport is not zmq.
         DeadlineError: names the ranks that did not arrive in time.
     """
     check_transport(transport, sockets)
@@ -149,8 +149,9 @@ class TorchCommunicator(Communicator):
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
         self.group, self.timeout = group, timeout
         self.ledger = ledger or self.ledger
-        # These calls are private, because torch has no public way to read a group's timeout.  If it is
-        # shorter than ours, gloo ends a collective at the group's timeout without saying so.
+        # Private functions are called, because torch has no public way to read a group's timeout.  If
+        # that is shorter than ``timeout``, gloo ends a collective at the group's timeout, and its error
+        # does not say so.
         own = group or distributed_c10d._get_default_group()
         options = getattr(own._get_backend(self.device), "options", None)
         longest = options._timeout.total_seconds() if options is not None else timeout
@@ -158,7 +159,7 @@ class TorchCommunicator(Communicator):
         self.roll = RollCall(group, self.rank, self.world_size)
 
     def host(self, actor: Actor) -> Host:
-        """Run an actor over ZeroMQ; the ranks meet in the group's store, which names missing ranks."""
+        """Run an actor over ZeroMQ; the ranks rendezvous in the store; errors name missing ranks."""
         # imported here, because most groups run no actor and do not need pyzmq
         from sparsync.transports.zmq import host_over
 
@@ -219,7 +220,7 @@ class TorchCommunicator(Communicator):
     async def allreduce(
         self, tensor: Tensor, phase: str, op: ReduceOp = "sum", *, in_place: bool = False
     ) -> Tensor:
-        """Use the native allreduce; the ledger books 2 n (P - 1) / P as sent and received."""
+        """Use the native allreduce; the ledger counts 2 n (P - 1) / P as sent and received."""
         if self.world_size == 1 or tensor.numel() == 0:
             return tensor if in_place else tensor.clone()
         result = tensor.to(self.device, copy=not in_place)
@@ -245,8 +246,7 @@ class TorchCommunicator(Communicator):
         others = [r for r in range(self.world_size) if r != rank]
         if not others:
             return list(payloads)
-        # zero the rows, because the padding is also sent, and must not reveal the memory's former
-        # content
+        # zero the rows, because the padding is also sent and must not reveal the memory's former content
         rows = torch.zeros(len(others), own, dtype=torch.uint8, device=self.device)
         parts, padding, known = Parts(), 0, dict[int, Parts]()
         for row, dest in zip(rows, others, strict=True):
@@ -258,7 +258,7 @@ class TorchCommunicator(Communicator):
                     f"capacity of {own} for each other rank"
                 )
             row[:length] = payload
-            if id(payload) not in known:  # all ranks often get the same payload
+            if id(payload) not in known:  # all ranks are often sent the same payload
                 known[id(payload)] = framing.parts(row[:length])
             parts, padding = parts + known[id(payload)], padding + own - length
         sizes = [capacities[r] if r != rank else 0 for r in range(self.world_size)]
@@ -272,7 +272,7 @@ class TorchCommunicator(Communicator):
             ),
             among_all=True,
         )
-        # padding counts, because the ledger records the bytes on the links
+        # padding is counted, because the ledger records the bytes on the links
         self.ledger.sent(phase, rows.numel(), parts + Parts(control=padding), len(others))
         self.ledger.received(phase, received.numel(), len(others))
         blocks = list(torch.split(received, sizes))
@@ -284,7 +284,7 @@ class TorchCommunicator(Communicator):
 
 @contextmanager
 def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> Iterator[None]:
-    """Turn an error of torch into one that names rank, phase and step.
+    """Convert a torch error into one that names rank, phase and step.
 
     Args:
         comm: communicator of this rank.
@@ -307,10 +307,10 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
             gone = comm.roll.missing()
             alive = f"{gone}."
         else:
-            # only report this rank's failure, without waiting: once this rank ends, collectives of other
-            # ranks fail, and those ranks ask who has reported
+            # report this rank's failure without waiting: once this rank ends, the other ranks'
+            # collectives fail, and these ranks then look for such reports
             comm.roll.missing(patience=0.0)
-        # gloo does not say whether its deadline has passed, so look at the clock
+        # gloo does not report whether its deadline has passed, so check the clock
         if seconds > 0.95 * comm.patience:
             raise DeadlineError(
                 f"{place} did not complete within {comm.timeout:g} s; {alive} "
@@ -320,19 +320,20 @@ def _named(comm: TorchCommunicator, where: str, *, among_all: bool = False) -> I
 
 
 def break_off(gloo: Any, world_size: int) -> None:
-    """Close a gloo group's connections, so that waits of other threads and of peers end with an error.
+    """Close a gloo group's connections, so that other threads' and peers' waits end with an error.
 
-    gloo closes a connection when a wait on it times out; up to torch 2.7, there is no other way.
+    gloo closes a connection when a wait on it times out; up to torch 2.7, there is no other way to close
+    one.
     """
     for peer in range(world_size):
         # provoke a timeout: wait for a message that no rank ever sends
-        with suppress(RuntimeError, ValueError):  # the peer is already gone, or is this rank
+        with suppress(RuntimeError, ValueError):  # the peer has already disconnected, or is this rank
             gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, NEVER).wait(_AT_ONCE)
 
 
 @final
 class _Call(Operation):
-    """A native request in flight, or a collective that starts when it is first waited for.
+    """A native request in flight, or a collective that starts at the first wait for it.
 
     All ranks must start a group's collectives in the same order.  If several channels are in flight, a
     rank waits only for the oldest, which is the same one on all ranks.
@@ -382,7 +383,8 @@ class RollCall:
     """Finds out which ranks are missing after a native collective has failed; gloo does not say.
 
     A rank whose exchange has failed reports this in the group's store; a dead or stuck rank does not.
-    Live ranks may report late, so the ranks that are named include the one to blame and possibly others.
+    Live ranks may report late.  The missing ranks therefore include the one to blame, but possibly also
+    others.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:
@@ -402,8 +404,8 @@ class RollCall:
                     missing.difference_update([r for r in missing if store.check([str(r)])])
                     time.sleep(_LOOK)
 
-        # ask on a separate thread, which can be abandoned: the store's host may also be stuck, and a
-        # call would then last until the store's timeout
+        # use a separate thread, which can be abandoned: if the store's host is stuck too, a call lasts
+        # until the store's timeout
         thread = threading.Thread(target=ask, name="sparsync-roll-call", daemon=True)
         thread.start()
         thread.join(2 * _PATIENCE)
@@ -432,7 +434,7 @@ class Groups:
     def gathered(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of all ranks of the world, in rank order.
 
-        The ranks meet through the store, because gloo would not say which rank is missing.
+        The ranks rendezvous in the store, because gloo would not report which rank is missing.
         """
         return [card["numbers"] for card in self._cards(lambda: {"numbers": list(numbers)})]
 
@@ -443,12 +445,12 @@ class Groups:
     def make(self, ranks: Sequence[int], backend: str | None = "gloo") -> dist.ProcessGroup:
         """Return a group that consists of these global ranks, this one included.
 
-        This is collective; the groups of different ranks are equal or disjoint.
+        This is collective; the groups that any two ranks ask for must be equal or disjoint.
 
         Raises:
             ConfigurationError: the interface configured for gloo does not exist, or another rank's
                 interface cannot reach it.
-            CommunicationError: a rank of the group is gone, late, or cannot be reached.
+            CommunicationError: a rank of the group has died, is late, or cannot be reached.
         """
 
         def ready() -> dict[str, Any]:
@@ -462,8 +464,8 @@ class Groups:
         several = check_places(places)
         place = places[dist.get_rank()]
         every = sorted({tuple(card["numbers"]) for card in cards})
-        # By default, all ranks of the job must call ``new_group``.  If some ranks are outside the world
-        # and never get here, use local synchronisation, for which only the members must call it.
+        # By default, all ranks of the job must call ``new_group``.  Ranks outside of ``world`` never get
+        # here.  If there are any, local synchronisation is used: only the members must call it then.
         options: Any = {} if self._all else {"use_local_synchronization": True}
         seconds = min(self.timeout, self._connect_timeout)
         for members in every if self._all else [tuple(ranks)]:
@@ -491,7 +493,7 @@ class Groups:
         return self._made[-1]
 
     def abort(self) -> None:
-        """End the waits of other threads in any of the groups."""
+        """End other threads' waits in all of the groups."""
         for group in self._made:
             if group.name() == "gloo":
                 break_off(group, group.size())
@@ -509,8 +511,8 @@ class Groups:
             dist.destroy_process_group(group)
             if not self._all and name is not None:
                 # torch names such a group after its ranks and the number of existing groups.  A later
-                # group with the same name would find this group's addresses in the store.  So register a
-                # dummy object, which keeps the name taken.
+                # group with the same name would find this group's addresses in the store.  A registered
+                # dummy object keeps the name taken.
                 names[_Reserved()] = name  # type: ignore[index]
 
 

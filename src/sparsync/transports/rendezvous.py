@@ -1,4 +1,4 @@
-"""Rendezvous: ranks that are not connected yet exchange a few bytes, or learn which ranks are missing."""
+"""Rendezvous: unconnected ranks exchange a few bytes, or get an error that names missing ranks."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def meet(
     timeout: float,
     phase: str = "rendezvous",
 ) -> list[str]:
-    """Return every rank's card, in rank order; a store matches the n-th calls of all ranks.
+    """Exchange cards: return every rank's card, in rank order; this is collective.
 
-    A card is a text that all other ranks get to see; errors name ``phase``.  Rank 0, which may serve the
-    store, returns once all ranks have read the cards.  Over a communicator of these ranks, a card has at
-    most 512 bytes.
+    A card is a text that all other ranks receive.  In a store, the n-th calls of all ranks belong
+    together.  Rank 0, which may serve the store, returns once all ranks have read the cards.  Over a
+    communicator of these ranks, a card has at most 512 bytes.  Errors name ``phase``.
 
     Raises:
         DeadlineError: names the ranks still missing after ``timeout`` seconds.
@@ -97,7 +97,7 @@ def meet(
     arrivals = list[str]()
 
     def wait(keys: Sequence[str], *signs: Sequence[str]) -> None:
-        """Wait for all keys; on failure, name the ranks that lack the first sign that any rank lacks."""
+        """Wait for all keys; if one is missing, name the ranks without the first sign that is missing."""
         for peer, key in enumerate(keys):
             left = max(deadline - time.monotonic(), 0.001)
             try:
@@ -124,7 +124,7 @@ def meet(
             "timeout if they are only slow"
         )
 
-    # each rank counts its own meetings, so ranks need not agree on the number of a meeting
+    # each rank counts its own calls, so ranks need not agree on the number of a rendezvous
     counter = f"{_PREFIX}/of {rank}"
     try:
         meeting = store.add(counter, 1)
@@ -135,8 +135,8 @@ def meet(
         try:
             wait(keys, arrivals, keys)  # name ranks that never came before ranks that gave up
         except DeadlineError:
-            # Restore the count, so that a second attempt joins the same meeting.  Leave a card with a
-            # complaint in place, for ranks that arrive later.
+            # Restore the count, so that a second attempt joins the same rendezvous.  A card that says
+            # why a rank cannot take part stays in place, for ranks that arrive later.
             with suppress(RuntimeError):
                 if _WRONG not in card:
                     store.delete_key(keys[rank])
@@ -165,13 +165,14 @@ def convene(
     timeout: float,
     phase: str = "rendezvous",
 ) -> list[dict[str, Any]]:
-    """Return the results of ``ready`` on all ranks, in rank order; if one fails, all ranks learn why.
+    """Return all ranks' results of ``ready``, in rank order; if it fails on one, all ranks learn why.
 
-    A rank on which ``ready`` fails waits only as long as the others may need to arrive and read why.
+    A rank on which ``ready`` fails waits only as long as the others may need to arrive and read the
+    reason.
 
     Raises:
         ConfigurationError: ``ready`` raised it on this rank.
-        PeerError: ``ready`` failed on another rank, or that rank runs another version.
+        PeerError: ``ready`` failed on another rank, or another rank runs a different version.
         DeadlineError: as in ``meet``.
     """
     wrong: ConfigurationError | None = None
@@ -180,15 +181,14 @@ def convene(
     except ConfigurationError as error:
         wrong = error
         card = json.dumps({_WRONG: str(error)})
-        # shorten the reason, because a communicator cuts cards off at 512 bytes, and incomplete JSON
-        # cannot be read
+        # shorten the reason: a communicator cuts cards off at 512 bytes, and incomplete JSON cannot be
+        # parsed
         if isinstance(store, Communicator):
             card = json.dumps({_WRONG: str(error).encode("ascii", "replace").decode()[:_COMPLAINT]})
     try:
         raw = meet(store, rank, world_size, card, min(timeout, _BYE) if wrong else timeout, phase)
     except (DeadlineError, PeerError):
-        # this rank's own error takes precedence over missing ranks, because it may be why they are
-        # missing
+        # this rank's own error takes precedence, because it may be the reason why others are missing
         if wrong is not None:
             raise wrong from None
         raise
@@ -224,14 +224,14 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
 
     A given interface is used unchanged.  Otherwise, the choice depends on the route to a host: the
     store's host, the host of the default process group's store, or rank 0's host.  If
-    ``GLOO_SOCKET_IFNAME`` is set, it selects interfaces, and the result is an address of one of them:
-    the address on that route if there is one, otherwise the first.  If the variable is not set, the
-    result is this machine's address on that route.
+    ``GLOO_SOCKET_IFNAME`` is set, the result is an address of an interface that it selects: the address
+    on that route if one is, otherwise the first.  If the variable is not set, the result is this
+    machine's address on that route.
 
     Args:
         interface: the interface given on this rank; None to find one.
-        meeting: the place where the ranks meet: a store or, if they meet over a communicator, the name
-            of rank 0's host.  Finding this name is collective (``host_of_rank_0``), so all ranks must do
+        meeting: the store in which the ranks rendezvous or, if they do so over a communicator, the name
+            of rank 0's host.  ``host_of_rank_0``, which returns it, is collective: all ranks must call
             it, even ranks that do not need the name.
     """
     if interface is not None:
@@ -255,7 +255,7 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
 
 def check_one_interface(interface: str, host: str) -> None:
     """Refuse an interface whose address, ``host``, stands for all interfaces."""
-    # a port that is bound on all interfaces is exposed to networks that have nothing to do with the job
+    # a port that is bound on all interfaces is exposed to networks that the job does not use
     require(
         host not in ("", "*") and not is_unspecified(host),
         f"interface is '{interface}', which means all of them; name the one that ranks use",
@@ -281,8 +281,7 @@ class GlooPlace:
     Attributes:
         at: the interface and address, for messages.
         near: whether the address is loopback, which no other machine can reach.
-        names: the interface names to which ``GLOO_SOCKET_IFNAME`` must be set for gloo; None to leave it
-            unchanged.
+        names: the value to which ``GLOO_SOCKET_IFNAME`` must be set for gloo; None to leave it unchanged.
         far: if the variable is not set, an interface that other machines can reach; otherwise empty.
         present: the machine's interfaces, for messages.
         network: a text shared by the ranks that reach each other over loopback (see ``network`` below).
@@ -301,7 +300,7 @@ class GlooPlace:
 
     @staticmethod
     def here() -> GlooPlace:
-        """Return the place where gloo would listen on this machine.
+        """Return the ``GlooPlace`` of this machine.
 
         Raises:
             ConfigurationError: ``GLOO_SOCKET_IFNAME`` selects no interface, or one without an address.
@@ -327,7 +326,7 @@ class GlooPlace:
 
     @staticmethod
     def of(card: Mapping[str, Any]) -> GlooPlace:
-        """Return another rank's place, sent as ``dataclasses.asdict``."""
+        """Return the place of another rank, which has sent it as ``dataclasses.asdict``."""
         return GlooPlace(**{**card, "own": tuple(card["own"])})
 
     def _avoids(self, several: bool) -> bool:
@@ -336,8 +335,8 @@ class GlooPlace:
     def listening(self, *, several: bool) -> AbstractContextManager[None]:
         """Return a context in which gloo listens here; with ``several`` networks, not on loopback.
 
-        A hosts file such as Debian's may map the machine's own name to 127.0.1.1, where ranks on other
-        networks cannot reach it.
+        A hosts file such as Debian's may map the machine's own name to 127.0.1.1, an address at which
+        ranks on other networks cannot reach it.
         """
         return listening_on(self.far if self._avoids(several) else self.names)
 
@@ -359,13 +358,13 @@ class GlooPlace:
 
 
 def check_places(places: Mapping[int, GlooPlace]) -> bool:
-    """Return whether ranks are on several networks; refuse places that gloo cannot connect.
+    """Return whether the ranks are on several networks; refuse places that gloo cannot connect.
 
     Without this check, gloo would wait for the group's timeout, or fail with an error that names neither
     the variable nor the interfaces.
 
     Args:
-        places: all ranks' places, by rank; equal on all ranks, so either all of them refuse or none.
+        places: all ranks' places, by rank; equal on all ranks, so either all of them raise or none does.
 
     Raises:
         ConfigurationError: a rank listens on loopback or on another rank's address, or ranks listen on
@@ -382,8 +381,7 @@ def check_places(places: Mapping[int, GlooPlace]) -> bool:
     }
     for rank, place in places.items():
         if families[rank] != families[first]:
-            # gloo connects the first interfaces of all ranks with each other, then the second ones, and
-            # so on
+            # gloo connects all ranks' first interfaces with each other, then their second ones, and so on
             alike = len(families[rank]) == len(families[first])
             limit = "addresses of one family only" if alike else "equal numbers of interfaces only"
             raise ConfigurationError(
@@ -428,7 +426,7 @@ def _address_of_name(host: str) -> tuple[str, str]:
 
 
 def machine() -> str:
-    """Return a text shared by all ranks of a machine, even in different containers: its boot id."""
+    """Return a text shared by all ranks on a machine, even in different containers: its boot id."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # on Linux
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
@@ -436,7 +434,8 @@ def machine() -> str:
 def network() -> str:
     """Return a text shared by the ranks that reach each other over loopback.
 
-    On Linux these are the ranks of a machine in the same network namespace; each container has its own.
+    On Linux, these are the ranks on one machine and in one network namespace; a container usually has a
+    separate one.
     """
     here = Path("/proc/thread-self/ns/net")
     namespace = here.stat().st_ino if here.exists() else 0
@@ -454,8 +453,8 @@ def way_to(host: str) -> str:
         )
     if not is_loopback(own):
         return own
-    # A hosts file may map a host's own name to 127.0.1.1, where ranks of other machines would not find
-    # this rank.  So loopback is used only if all ranks are on this machine
+    # A hosts file may map a host's own name to 127.0.1.1, an address at which ranks on other machines
+    # cannot reach this rank.  Loopback is therefore used only if all ranks are on this machine.
     numbers = [os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     alone = (
         host == "localhost" or is_loopback(host) or (None not in numbers and len({*numbers}) == 1)
@@ -480,7 +479,7 @@ def check_ports(port_range: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def check_sockets(sockets: Mapping[str, Any]) -> None:
-    """Refuse settings of zmq's sockets that would be wrong on any machine."""
+    """Refuse settings for zmq's sockets that would be wrong on any machine."""
     check_ports(sockets.get("port_range"))
     if sockets.get("advertise") is not None:
         _check_advertised(sockets["advertise"])
@@ -492,7 +491,7 @@ def check_sockets(sockets: Mapping[str, Any]) -> None:
 
 
 def _check_advertised(advertise: object) -> None:
-    """Refuse a text that is no host name or IP address; ranks would report it much later."""
+    """Refuse a text that is no host name or IP address; otherwise its error would come much later."""
     host = advertise.strip("[]") if isinstance(advertise, str) else ""
     # a single colon would precede a port; an IPv6 address has at least two
     fits = re.fullmatch(r"[^\s\[\]/:]+", host) or (host.count(":") > 1 and _is_address(host))

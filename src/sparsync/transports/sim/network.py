@@ -7,7 +7,7 @@ whole message has entered.  Runs are deterministic: events at equal times are se
 which they were scheduled.
 
 A rank has one processor.  Work charged to a rank begins immediately, and the rank continues when the
-work is done.  Meanwhile, arriving messages still use its ports.
+work is done.  In the meantime, arriving messages still use its ports.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Link = tuple[int, int, int]  # source, dest, tag
 
 
 class Weight(NamedTuple):
-    """The size of a message, for the network and for the work of packing it."""
+    """The size of a message: on the network, and for the work of packing it."""
 
     nbytes: float  # on the ports: the payload's length, unless the payload stands for more
     entries: float = 0.0  # packed before sending and unpacked after receiving
@@ -61,7 +61,7 @@ class SimOperation(Operation):
         self.done, self.result = True, result
 
     def poll(self, seconds: float) -> bool:
-        """Check without waiting: virtual time passes only while no coroutine runs."""
+        """Check without waiting, because virtual time passes only while no coroutine runs."""
         if self.error is not None:
             raise self.error
         return self.done
@@ -119,7 +119,7 @@ class Usage:
 
 @dataclass
 class Port:
-    """One direction of a rank's link, or of a node's, and its traffic by phase."""
+    """One direction of a rank's or a node's link, and its traffic by phase."""
 
     free: float = 0.0  # virtual time from which it is free
     phases: defaultdict[str, Usage] = field(default_factory=lambda: defaultdict(Usage))
@@ -134,20 +134,20 @@ class Port:
 
     @property
     def nbytes(self) -> float:
-        """Bytes of all phases."""
+        """The number of bytes in all phases."""
         return sum(usage.nbytes for usage in self.phases.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds of all phases."""
+        """The seconds for which messages of all phases occupied the port."""
         return sum(usage.seconds for usage in self.phases.values())
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A stall of a rank: the rank neither computes nor answers, and messages to it wait.
+    """A stall of a rank: the rank neither computes nor answers, and messages sent to it wait.
 
-    If ``end``, in virtual seconds, is infinite, the rank is dead: messages to it are lost, and its
+    If ``end``, in virtual seconds, is infinite, the rank is dead: messages sent to it are lost, and its
     result is None.
     """
 
@@ -170,7 +170,7 @@ class Network(Generic[T]):
         self._queued = links.ports == "single"
         self._events: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._sequence = self._open = 0
-        self._tasks: dict[int, RankTask] = {}  # by identity; those that have not ended
+        self._tasks: dict[int, RankTask] = {}  # tasks that have not ended, by identity
         self._ready: deque[RankTask] = deque()
         self._last_in: dict[Link, float] = {}
         self._mail: dict[Link, deque[Message]] = {}
@@ -184,7 +184,7 @@ class Network(Generic[T]):
         return max(self.now, self._busy_until[rank])
 
     def charge(self, rank: int, seconds: float) -> None:
-        """Charge a rank with work, which delays everything that the rank does next."""
+        """Charge a rank for work, which delays everything that the rank does next."""
         self._busy_until[rank] = self.now_of(rank) + seconds
         self.worked[rank] += seconds
 
@@ -226,7 +226,7 @@ class Network(Generic[T]):
         self._served[rank, tag] = callback
 
     def at(self, rank: int, time: float, event: Callable[[], None]) -> None:
-        """Run a callback on a rank at a given time; if the rank is stalled then, when the stall ends."""
+        """Run a callback on a rank at a given time or, if the rank is stalled then, after the stall."""
         self._at(time, self._happen, (rank, event))
 
     # ---- the event loop --------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Network(Generic[T]):
         ready, events = self._ready, self._events
         try:
             while self._open:
-                # time stands still until all coroutines wait; then it advances to the next event
+                # the clock stands still until all coroutines wait, and then advances to the next event
                 while ready:
                     self._resume(ready.popleft())
                 if not self._open:
@@ -260,7 +260,7 @@ class Network(Generic[T]):
     def start(
         self, rank: int, program: Coroutine[Operation, None, Any], *, main: bool = False
     ) -> RankTask:
-        """Run another coroutine of a rank side by side; return its task, whose ``end`` can be awaited."""
+        """Run another coroutine of a rank concurrently; return its task, whose ``end`` can be awaited."""
         task = RankTask(rank, program, main=main)
         self._tasks[id(task)] = task
         self._ready.append(task)
@@ -280,8 +280,7 @@ class Network(Generic[T]):
             return
         task.resume(task.waits_for.error)
         if task.ended:
-            # the rank's last work also takes time, so others may see only after it that the rank has
-            # ended
+            # the rank's last work also takes time: other ranks may see that it has ended only afterwards
             if self._busy_until[rank] > self.now:
                 self._at(self._busy_until[rank], self._end, task)
             else:
@@ -294,7 +293,7 @@ class Network(Generic[T]):
                 "awaits nothing but calls of its communicator"
             )
         operation.waiter = task
-        # if the operation has already failed, it had no waiter to wake, so queue the task here
+        # if the operation has already failed, no task was waiting for it at that time, so queue this one
         if operation.error is not None:
             self._ready.append(task)
 
@@ -325,8 +324,8 @@ class Network(Generic[T]):
             self._at(until, self._happen, what)
 
     def _at(self, time: float, event: Callable[[Any], object], argument: Any) -> None:
-        # The sequence number orders events that happen at the same time.  So runs repeat exactly, and
-        # the heap never compares callables.
+        # The sequence number orders events that happen at the same time.  It makes runs repeat exactly,
+        # and the heap never compares callables.
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, event, argument))
 
@@ -361,7 +360,7 @@ class Network(Generic[T]):
         if until is not None and until < math.inf:
             self._at(until, self._deliver, message)
             return
-        # a send completes even if the receiver is dead, because the sender does not learn of the death
+        # a send completes even if the receiver is dead, because its sender does not notice the death
         self.complete(message.sent)
         if until is not None:
             return
@@ -376,7 +375,7 @@ class Network(Generic[T]):
         mail, posts = self._mail[link], self._posts.get(link)
         while mail and posts:
             message, (operation, capacity) = mail.popleft(), posts.popleft()
-            # as with sockets, this is the receiver's error, and is raised at its await
+            # as with sockets, this error is the receiver's, raised where it awaits the message
             if message.payload.numel() > capacity:
                 operation.error = ConfigurationError(
                     f"rank {link[1]} posted {capacity} bytes for a {operation.what}, "
@@ -390,7 +389,7 @@ class Network(Generic[T]):
             del self._mail[link]
 
     def complete(self, operation: SimOperation, result: Any = None) -> None:
-        """End an operation and resume the coroutine that awaits it."""
+        """End an operation, and resume the coroutine that awaits it."""
         operation.end(result)
         self._wake(operation)
 

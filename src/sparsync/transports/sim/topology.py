@@ -1,6 +1,6 @@
 """Describe simulated networks: how long a message takes, and which ports it uses.
 
-A *port* carries one message at a time.  Every rank has a port for sending and another for receiving; the
+A *port* carries one message at a time.  Every rank has a port for sending and one for receiving; the
 ranks of a node share the two ports of its network card.  With ``ports="unlimited"``, no message waits
 for a port.
 """
@@ -29,7 +29,7 @@ class Route(NamedTuple):
 
 
 class Topology(ABC):
-    """A network."""
+    """A network: the routes between ranks, and the cost of reducing."""
 
     gamma: float = 0.0  # seconds per byte reduced
     ports: Ports = "single"
@@ -76,7 +76,7 @@ class TwoLevel(Topology):
         ranks_per_node: number of consecutive ranks on a node.
         inner: links between the ranks of a node; every rank has its own ports.
         outer: links between nodes.  All messages that leave a node share one port, and all messages that
-            enter it share another.  The gamma and the ``ports`` of ``outer`` apply to the whole network.
+            enter it share a second one.  ``outer``'s gamma and ``ports`` apply to the whole network.
 
     Example:
         >>> two = TwoLevel(4, inner=Links(2e-6, 1e-11), outer=Links(20e-6, 8e-10))

@@ -26,19 +26,19 @@ __all__ = ["Prices", "SimCommunicator", "Simulation", "simulate"]
 T = TypeVar("T")
 
 _ACTOR_TAG = 2**31  # a channel that no unit of a model uses
-# Objects that may be created between two garbage collections.  The number is large because the many
-# messages in flight are all objects, and none of them is garbage.
+# The number of objects that may be created between two garbage collections.  It is large, because the
+# many messages in flight are all objects, and none of them is garbage.
 _YOUNG = 100_000
 
 
 @dataclass(frozen=True)
 class Prices:
-    """The costs of messages on the ranks, in addition to the network's: packing and unpacking."""
+    """What messages cost the ranks in addition to the network's time: packing and unpacking."""
 
     weigh: Callable[[Tensor, Framing], Weight]  # returns the size charged for a message
     # s per entry, charged to the rank that creates a message but not to ranks that forward it
     encode: float = 0.0
-    decode: float = 0.0  # s per entry, for every rank that receives it: to unpack and to sum
+    decode: float = 0.0  # s per entry, to unpack and sum it, charged to every rank that receives it
     gamma: float = 0.0  # s per byte of dense sums, instead of the network's
 
 
@@ -49,8 +49,7 @@ class SimCommunicator(Communicator):
     def __init__(self, rank: int, network: Network[Any], prices: Prices | None = None) -> None:
         super().__init__(rank, network.world_size, torch.device("cpu"))
         self.network, self.prices = network, prices
-        # remember the last packed payload, because packing is charged only once if it goes to several
-        # ranks
+        # remember the last packed payload, because packing a payload for several ranks is charged once
         self._packed: Tensor | None = None
         self._passes_on = False
 
@@ -62,20 +61,20 @@ class SimCommunicator(Communicator):
     async def compute(self, seconds: float) -> None:
         """Compute for ``seconds`` of virtual time.
 
-        Work that other coroutines of this rank charge in the meantime comes first and delays the end.
+        Work that this rank's other coroutines charge in the meantime comes first and delays the end.
         """
         if not seconds >= 0:
             raise ConfigurationError(f"compute: {seconds} s cannot pass; give seconds >= 0")
         end, worked = self.now + seconds, self.network.worked
-        # A rank has one processor, so work that is charged during this wait delays the end.  Loop,
-        # because more work may be charged during the delay.
+        # A rank has one processor, so work that is charged during this wait delays the end.  The loop is
+        # needed, because more work may be charged during the delay.
         while end > self.now:
             before = worked[self.rank]
             await self.network.until(end, f"{seconds} s of computation")
             end += worked[self.rank] - before
 
     def charge(self, stage: str, seconds: float) -> None:
-        """Charge this rank with work, which delays everything it does next; book it under a stage."""
+        """Charge this rank for work, which delays all it does next; count it under a stage."""
         if seconds > 0:
             self.network.charge(self.rank, seconds)
             self.ledger.spent(stage, seconds)
@@ -93,7 +92,7 @@ class SimCommunicator(Communicator):
         return Finished()
 
     def spawn(self, program: Coroutine[Operation, None, Any]) -> Operation:
-        """Run another coroutine of this rank side by side; return an operation that ends with it."""
+        """Run another coroutine of this rank concurrently; return an operation that ends with it."""
         return self.network.start(self.rank, program).end
 
     def host(self, actor: Actor) -> Host:
@@ -110,7 +109,7 @@ class SimCommunicator(Communicator):
         return self.network.send(self.rank, dest, payload, phase, self.tag, weight)
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Post a receive, which is booked in the ledger when awaited."""
+        """Post a receive, which the ledger counts when it is awaited."""
         receive = _Receive("message from rank", source, phase)
         receive.comm = self
         self.network.receive(receive, (source, self.rank, self.tag), capacity)
@@ -125,9 +124,9 @@ class SimCommunicator(Communicator):
         *,
         ring: bool = False,
     ) -> list[Tensor]:
-        """Collect one message per rank; this rank packs only its own, and forwards the others."""
+        """Collect one message per rank; only this rank's own is packed here, the others are forwarded."""
         handle = self
-        # set the mark on a copy of the handle, because other coroutines of this rank may meanwhile send
+        # set the mark on a copy of the handle, because this rank's other coroutines may meanwhile send
         # messages that they pack themselves
         if self.prices is not None and self.world_size > 1:
             self._pack(payload, self.prices.weigh(payload, framing))
@@ -143,7 +142,7 @@ class SimCommunicator(Communicator):
 
 
 class _Receive(SimOperation):
-    """A receive that is booked in the ledger of ``comm`` when awaited."""
+    """A receive that the ledger of ``comm`` counts when it is awaited."""
 
     comm: SimCommunicator
     booked = False
@@ -152,8 +151,7 @@ class _Receive(SimOperation):
         yield from super().__await__()
         if not self.booked:
             self.booked = True
-            # book the work at the await, not on arrival, because a rank unpacks a message only when it
-            # gets to it
+            # charge the work at the await, not on arrival: a rank unpacks a message when it needs it
             comm = self.comm
             comm.ledger.received(self.phase, self.result.numel())
             if comm.prices is not None:
@@ -163,7 +161,7 @@ class _Receive(SimOperation):
 
 @final
 class _SimHost(Host):
-    """Runs one virtual rank's actor on the event queue; its own work takes no time."""
+    """Runs one virtual rank's actor on the event queue; the actor's work takes no time."""
 
     def __init__(self, actor: Actor, network: Network[Any], rank: int, tag: int) -> None:
         self.rank, self.world_size = rank, network.world_size
@@ -200,8 +198,8 @@ class _SimHost(Host):
         self._plan()
 
     def _plan(self) -> None:
-        # ``due`` may have become later since a tick was planned; a tick that comes too early only plans
-        # the next one
+        # ``due`` may have changed to a later time since a tick was planned; a tick that comes too early
+        # only plans the next one
         due = self._actor.due
         if due is not None and due != self._planned:
             self._planned = due
@@ -280,7 +278,7 @@ def simulate(
 
 @contextmanager
 def _fewer_collections() -> Iterator[None]:
-    """Collect cyclic garbage less often, because collections used to take a third of the time."""
+    """Collect cyclic garbage less often; by default, collections take a third of the time."""
     young, *older = gc.get_threshold()
     # a threshold of 0 means that the caller has disabled collection
     gc.set_threshold(max(young, _YOUNG) if young else 0, *older)

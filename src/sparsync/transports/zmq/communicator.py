@@ -54,19 +54,19 @@ class ZmqCommunicator(Communicator):
 
     Every rank binds one incoming socket and opens a link to every other rank.  Only one thread at a time
     may use a communicator and its channels; hand them over with a lock or a queue, never during a call.
-    ZeroMQ's own threads move the bytes in the background.  A communicator does not survive a fork.
+    ZeroMQ's own threads transfer the bytes in the background.  A communicator does not survive a fork.
     Close it, or leave its ``with`` block, so that the last messages are delivered.
 
     Args:
         rank: this rank, in ``[0, world_size)``.
         world_size: number of ranks P.
-        store: the place where the ranks publish their addresses: any ``torch.distributed`` store, or
-            another communicator of the same ranks.
+        store: where the ranks exchange their addresses: any ``torch.distributed`` store, or an existing
+            communicator of the same ranks.
         interface: the IP address or the name of the only interface to bind.  Default:
             ``GLOO_SOCKET_IFNAME``, or the interface on the route to the store's host or to rank 0's
             host.
-        port_range: first and last port that may be bound, for firewalls; a rank takes one, and a second
-            one for actors.  Default: any free port.
+        port_range: first and last port that may be bound, for firewalls.  A rank needs one port, and a
+            second one if it runs an actor.  Default: any free port.
         advertise: the address at which the others reach this rank, if it differs from the interface's,
             e.g. the address of a static NAT that forwards ``port_range`` to this machine.
         timeout: seconds that any wait may take before it fails with an error; a rank may stall for that
@@ -74,14 +74,14 @@ class ZmqCommunicator(Communicator):
         connect_timeout: seconds that opening the connections between ranks may take.
         curve_keys: a directory written by ``make_curve_keys``.  Messages are then encrypted, and only
             ranks with a listed key may connect, each under its own number.  With None, messages are not
-            encrypted, and each rank has a random password.  Anybody who listens on the network can read
-            both, so use trusted networks only.
+            encrypted, and a random password protects each rank.  Anybody who listens on the network can
+            read both, so use trusted networks only.
         changing: whether the group may change (see ``regroup``).  ``curve_keys`` is then a directory
-            with a single secret key, which is this rank's, or the file of that key.
+            whose only secret key is this rank's, or the file of that key.
 
     Attributes:
-        dropped: refused messages, counted by reason (malformed, of another job, ...).
-        lost: ranks that are gone, with the reasons.
+        dropped: number of refused messages by reason (malformed, from another job, ...).
+        lost: the reason for each rank that has been given up.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -125,12 +125,11 @@ class ZmqCommunicator(Communicator):
         }
 
         opened = list[Mesh]()
-        # call this here, not in ``ready``: it is collective, and ``ready`` may fail before it on some
-        # rank
+        # call this here, not in ``ready``: it is collective, and ``ready`` may fail earlier on a rank
         meeting = host_of_rank_0(store) if isinstance(store, Communicator) else store
 
         def ready() -> dict[str, Any]:
-            """Start to listen; if this fails, all ranks learn of the error when they meet."""
+            """Start to listen; if this fails, all ranks get the error during the rendezvous."""
             check_sockets(self._sockets)
             keys = None
             if curve_keys is not None:
@@ -149,12 +148,12 @@ class ZmqCommunicator(Communicator):
             )
             opened.append(mesh)
             # Every rank draws a job number, and all ranks use rank 0's.  Messages of a former job on the
-            # same ports have a different number and are refused.
+            # same ports carry a different number and are refused.
             job = secrets.randbits(63)
             card = {"endpoint": mesh.endpoint, "keys": keys.digest if keys else "", "job": job}
             card["world_size"] = world_size
             far = {family_of(text)[-1] for one in own_interfaces() for text in one.far_addresses}
-            families = "".join(sorted(far)) or "46"  # refuse nothing where nothing is known
+            families = "".join(sorted(far)) or "46"  # if no family is known, refuse none
             return {**card, "reach": [network(), families, advertise is not None]}
 
         try:
@@ -169,19 +168,19 @@ class ZmqCommunicator(Communicator):
         self.dropped, self.lost = self.mesh.dropped, self.mesh.lost
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Become a rank of another group; receives in the former group end with an error.
+        """Leave the current group for a new one; receives in the former group end with an error.
 
-        Sends to ranks that are gone also fail; other sends that wait for room end at their deadline.
-        The incoming socket stays: only links to new ranks are opened, and links to former ranks are
-        closed.  Messages of the new group that arrived early are kept.  Channels must be created again.
-        An endpoint is the ``mesh.endpoint`` of a rank, i.e. its address, followed by a blank and its
-        password or, with keys, its public key.
+        Sends to ranks that are not in the new group also fail; other sends that wait for room end at
+        their deadline.  The incoming socket stays: only links to new ranks are opened, and links to
+        former ranks are closed.  Messages of the new group that arrived early are kept.  Channels must
+        be created again.  An endpoint is a rank's ``mesh.endpoint``, i.e. its address, followed by a
+        blank and its password or, with keys, its public key.
         """
         self.mesh.regroup(rank, job, endpoints)
         self.rank, self.world_size = rank, len(endpoints)
 
     def give_up(self) -> None:
-        """Make all waits of this group's other ranks end with an error."""
+        """Make all other ranks' waits in this group end with an error."""
         self.mesh.give_up()
 
     def host(self, actor: Actor) -> Host:
@@ -214,14 +213,14 @@ class ZmqCommunicator(Communicator):
                     "send it in parts, a model in more units"
                 )
             link = mesh.links[dest]
-            # The receiver checks the sequence numbers of every link and channel, because a gap means a
-            # lost message, which ZeroMQ would not report.
+            # The receiver checks the sequence numbers of every link and channel.  A gap means that a
+            # message was lost, which ZeroMQ would not report.
             flags = APART if length > limits.INLINE else 0
             sequence = link.next_sequence(self.tag)
             facts = self.rank, mesh.job, self.tag, number, ledger.step, local, sequence, length
             header = Header(flags, *facts).pack()
-            # All ranks often get the same payload.  Its frames are then made only once, and the copies
-            # of the parcel share them; each copy has its own state.
+            # All ranks are often sent the same payload.  Its frames are then made only once.  The copies
+            # of the parcel share them, but each copy has its own state.
             if last is None or payload is not last[1] or header != last[0]:
                 last = header, payload, Parcel(header, payload)
             parcel = copy.copy(last[2])
@@ -232,7 +231,7 @@ class ZmqCommunicator(Communicator):
         return sending
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Take the message if it has already arrived, or post a receive for it."""
+        """Claim the message if it has already arrived; otherwise post a receive for it."""
         if capacity == 0 and not framing.variable:
             return Finished(torch.empty(0, dtype=torch.uint8, device="cpu"))
         return self._receive({source: capacity}, phase, framing)
@@ -250,7 +249,7 @@ class ZmqCommunicator(Communicator):
         return self._receive({None: capacity}, phase, framing)
 
     def _receive(self, capacities: Mapping[Any, int], phase: str, framing: Framing) -> Receive:
-        """Post a receive for each source."""
+        """Post a receive for each source; return one operation for all of them."""
         self.mesh.check_open()
         exact, step, local = not framing.variable, self.ledger.step, self.ledger.local_step
         claims = [
@@ -264,9 +263,9 @@ class ZmqCommunicator(Communicator):
     ) -> list[Tensor]:
         """Send to all ranks, with rotated destinations, then receive in any order, as one operation.
 
-        Messages of one operation are polled together, which costs less than one turn per message (see
-        ``Mesh.advance``).  They are the same messages as in ``Communicator.alltoallv``, so one rank may
-        call this method while its peers call that one.
+        An operation's messages are polled together, which costs less than polling for each message (see
+        ``Mesh.advance``).  The messages are the same as in ``Communicator.alltoallv``, so a rank may use
+        this method while its peers use the inherited one.
         """
         rank, world_size = self.rank, self.world_size
         around = [(rank + shift) % world_size for shift in range(1, world_size)]
@@ -278,7 +277,7 @@ class ZmqCommunicator(Communicator):
         outgoing = {dest: hosts[id(payloads[dest])] for dest in around}
         given = {dest: p for dest, p in outgoing.items() if p.numel() or framing.variable}
         sending = self._send_all(given, phase)
-        if outgoing:  # booked only now, while the bytes are already on their way
+        if outgoing:  # counted only now, because the bytes are already being sent meanwhile
             booked = {id(payload): framing.parts(payload) for payload in outgoing.values()}
             parts = sum((booked[id(payload)] for payload in outgoing.values()), Parts())
             nbytes = sum(payload.numel() for payload in outgoing.values())
@@ -305,15 +304,15 @@ class ZmqCommunicator(Communicator):
 
 
 class _Wait(Operation):
-    """An operation that, while it waits, makes all other operations progress.
+    """An operation that lets all other operations make progress while it waits.
 
-    Its deadline counts from the first wait.  If the length of the payload is known, the deadline is
+    Its deadline is counted from the first wait.  If the length of the payload is known, the deadline is
     extended by one second per MiB.
     """
 
     def __init__(self, mesh: Mesh, timeout: float, nbytes: int) -> None:
         self.mesh = mesh
-        # expect every link to carry at least 1 MiB/s, because a long payload is no reason to give up
+        # a long payload is no reason to give up as long as the link carries at least 1 MiB/s
         self.timeout = timeout + nbytes // limits.PIECE
         self.deadline: float | None = None
 
@@ -325,8 +324,8 @@ class _Wait(Operation):
     def begin(self, seconds: float) -> float:
         """Return the time at which a poll that may wait ``seconds`` must return."""
         now = time.monotonic()
-        # an operation that is only polled gets no deadline: with several in flight, a rank waits only
-        # for the oldest
+        # an operation that is only polled gets no deadline: if several are in flight, a rank waits only
+        # for the oldest one
         if seconds > 0 and self.deadline is None:
             self.deadline = now + self.timeout
         return now + seconds
@@ -334,8 +333,8 @@ class _Wait(Operation):
     def check(self, now: float, where: object, peer: int | None) -> None:
         """Raise an error after the deadline.
 
-        The error says whether the peer was reached at all.  It also says which messages and connections
-        were refused, because that reveals a wrong key or version.
+        The error's text says whether the peer was reached at all.  It also lists the messages and
+        connections that were refused, because these reveal a wrong key or version.
 
         Args:
             now: time on the monotonic clock.
@@ -372,7 +371,7 @@ class _Send(_Wait):
                 self.mesh.advance(until - now)
             else:
                 # ZeroMQ has accepted the message and is reading the payload's memory.  The message's
-                # tracker cannot be polled together with sockets.  So wait for it only briefly, and
+                # tracker cannot be polled together with sockets, so wait for it only briefly, and
                 # receive incoming messages in between.
                 try:
                     self.parcel.tracker.wait(max(min(until - now, _MEMORY_TICK), 0.0))
@@ -391,7 +390,7 @@ class _Send(_Wait):
 
 @final
 class Receive(_Wait):
-    """One or more receives that may end in any order; the result is the first receive's payload."""
+    """One or more receives, which may end in any order; the result is the first one's payload."""
 
     def __init__(self, claims: Sequence[Claim], mesh: Mesh, ledger: Ledger, timeout: float) -> None:
         super().__init__(mesh, timeout, sum(claim.capacity for claim in claims if claim.exact))
@@ -404,17 +403,17 @@ class Receive(_Wait):
 
     @property
     def source(self) -> int | None:
-        """The rank of the first sender, once done."""
+        """The rank that sent the first receive's message; None until then."""
         return self.claims[0].sender
 
     def poll(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; return early if another operation has received its message.
+        """Wait at most ``seconds``, but not after a different operation has received its message.
 
-        A driver of several operations can then continue with that one.
+        A driver of several operations can then continue with the other operation.
         """
         if not self._settled():
             mailboxes = self.mesh.mailboxes
-            # this sum does not change as long as only messages for this operation arrive
+            # this sum stays the same as long as only messages for this operation arrive
             others = mailboxes.handed + len(self._waiting)
             until = self.begin(seconds)
             now = until - seconds
@@ -432,7 +431,7 @@ class Receive(_Wait):
         return self.done
 
     def _settled(self) -> bool:
-        """Check which claims have their messages; return whether the wait has ended."""
+        """Check which claims have received their messages; return whether the wait is over."""
         if self.done or self._error is not None:
             return True
         failed = [claim.error for claim in self._waiting if claim.error is not None]
@@ -486,8 +485,8 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
                 "resolve, or an "
                 "IP address"
             ) from error
-    # "interface" differs if a hosts file maps one rank's host name to 127.0.1.1: that rank has bound
-    # loopback, where ranks of other machines cannot reach it
+    # if a hosts file maps one rank's host name to 127.0.1.1, that rank has bound loopback, where ranks on
+    # other machines cannot reach it
     places = ["loopback" if local else "reachable" for local in near]
     told = ", ".join(f"rank {peer} {address}" for peer, address in enumerate(addresses))
     for what, values, cure in (
@@ -509,14 +508,14 @@ def _agreed(rank: int, cards: Sequence[Mapping[str, Any]]) -> tuple[int, list[st
 def _check_reachable(
     rank: int, addresses: Sequence[str], reach: Sequence[tuple[str, str, bool]]
 ) -> None:
-    """Refuse an address that ranks on another network cannot reach; all ranks refuse the same one.
+    """Refuse an address that ranks on other networks cannot reach; all ranks refuse the same one.
 
     Args:
         rank: this rank.
-        addresses: where each rank listens.
+        addresses: the address at which each rank listens.
         reach: for each rank, its network (see ``rendezvous.network``), the families of its addresses
-            ("4", "6" or "46"), and whether its address comes from ``advertise=`` and so may belong to
-            another machine.
+            ("4", "6" or "46"), and whether its address comes from ``advertise=`` and may therefore
+            belong to another machine.
     """
     owners = dict[str, int]()
     # one rank stands for all ranks of its network, because they have the same interfaces
@@ -547,9 +546,9 @@ def _check_reachable(
 def host_over(
     actor: Actor, comm: Communicator, store: Store | Communicator, **options: Any
 ) -> Host:
-    """Run an actor over a mesh of the ranks of ``comm``, whatever its transport; this is collective.
+    """Run an actor over a mesh of ``comm``'s ranks, whatever its transport; this is collective.
 
-    The ranks meet in ``store``.  The mesh has the timeout of ``comm``; ``options`` are passed to
+    The ranks rendezvous in ``store``.  The mesh gets the timeout of ``comm``; ``options`` are passed to
     ``ZmqCommunicator``.
     """
     if comm.world_size == 1:

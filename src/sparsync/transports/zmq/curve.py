@@ -35,7 +35,7 @@ ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"  # fixed by RFC 27
 @final
 @dataclass(frozen=True)
 class CurveKeys:
-    """The keys that one rank holds: its own key pair, and the public keys of the other ranks."""
+    """The keys that one rank holds: its own key pair, and the other ranks' public keys."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -61,11 +61,11 @@ class CurveKeys:
 @final
 @dataclass(frozen=True)
 class Password:
-    """The guard used without keys: a rank's random word, which its group gets with its address.
+    """The guard used without keys: a rank's random word, sent to its group along with its address.
 
     The word keeps strangers out before ZeroMQ accepts a message from them.  This matters because ZeroMQ
     collects all frames of a message, however many there are, before this process sees the first one.
-    The word is not encrypted, so it does not stop anybody who listens on the network.
+    The word is not encrypted, so it does not keep out anybody who listens on the network.
     """
 
     word: bytes = field(default_factory=lambda: secrets.token_hex(16).encode(), repr=False)
@@ -84,7 +84,7 @@ class Password:
 def make_curve_keys(directory: Path | str, ranks: int) -> list[Path]:
     """Write one certificate per rank: ``rank-0.key`` (public) and ``rank-0.key_secret``, and so on.
 
-    Give every rank all ``.key`` files and its own ``.key_secret``, which nobody else may read.
+    Give every rank all ``.key`` files and only its own ``.key_secret``, and keep that file private.
 
     Args:
         directory: created if missing, readable only by its owner; "." is the current folder.
@@ -134,8 +134,8 @@ def load_curve_keys(directory: Path | str, rank: int, world_size: int) -> CurveK
     Raises:
         ConfigurationError: a file is missing or not a certificate, or two ranks share a key.
     """
-    # every rank needs a different key, because the key identifies the sender: two ranks with the same
-    # key could impersonate each other
+    # each rank needs its own key, because a key identifies the sender: two ranks with the same key could
+    # impersonate each other
     publics = [_load(Path(directory) / f"rank-{r}.key")[0] for r in range(world_size)]
     public, secret = _load(Path(directory) / f"rank-{rank}.key_secret")
     if secret is None or public != publics[rank] or len(set(publics)) != world_size:
@@ -173,7 +173,7 @@ def own_curve_keys(place: Path | str) -> CurveKeys:
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
-    """Read a certificate; return its public key and its secret key, if any."""
+    """Read a certificate; return its public key, and its secret key or None."""
     try:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
@@ -187,15 +187,15 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 class Doorkeeper:
     """Tells ZeroMQ which peers may connect; ``user`` returns a peer's name, or None to refuse the peer.
 
-    This runs on a separate thread, because peers may connect while the rank computes.  The thread ends
+    It runs on a separate thread, because peers may connect while the rank computes.  The thread ends
     with the context.
     """
 
     def __init__(
         self, context: zmq.Context[Any], user: Callable[[list[bytes]], bytes | None]
     ) -> None:
-        # bind this socket before the one that it guards: as long as nothing answers at this endpoint,
-        # CURVE accepts every key
+        # bind this socket before the one that it guards: while nothing answers at this endpoint, CURVE
+        # accepts every key
         socket = context.socket(zmq.REP)
         socket.bind(ZAP_ENDPOINT)
         self.refused = 0
@@ -214,7 +214,7 @@ class Doorkeeper:
         except zmq.ContextTerminated:
             pass
         finally:
-            socket.close()  # on its own thread, while ``Context.term`` waits for it
+            socket.close()  # on the thread that uses it, while ``Context.term`` waits for it
 
 
 def zap_reply(request: list[bytes], user: bytes | None) -> list[bytes]:
@@ -226,7 +226,7 @@ def zap_reply(request: list[bytes], user: bytes | None) -> list[bytes]:
 
 
 def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
-    """Return the key that a ZAP request has proven, as the user's name, if the key is listed."""
+    """Return the key proven by a ZAP request, as the user's name; None if the key is not listed."""
     if len(request) == 7 and request[5] == b"CURVE" and len(request[6]) == 32:
         key = z85.encode(request[6])
         return key if key in listed else None
@@ -234,9 +234,9 @@ def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
 
 
 def plain_user(request: list[bytes], word: bytes) -> bytes | None:
-    """Return the name in a ZAP request if its password is right, otherwise None."""
-    # compare in constant time: otherwise, the time of an answer would reveal how much of a guess is
-    # right
+    """Return the name in a ZAP request; None if the password is wrong."""
+    # compare in constant time: otherwise, the time until the answer would reveal how much of a guessed
+    # password is right
     if len(request) == 8 and request[5] == b"PLAIN" and hmac.compare_digest(request[7], word):
         return request[6]
     return None

@@ -9,8 +9,8 @@ from sparsync.errors import ConfigurationError
 
 __all__ = ["OWN", "PER_PEER", "require_descriptors"]
 
-# descriptors of the context, its threads, the incoming socket and the socket that authenticates peers,
-# and one that is reserved for ending connections
+# number of descriptors for the context, its threads, the incoming socket and the socket that
+# authenticates peers, plus one that is reserved for ending connections
 OWN: Final = 13
 # descriptors per peer: the link, both ends of its monitor, and the outgoing and the incoming connection
 PER_PEER: Final = 5
@@ -18,9 +18,9 @@ SPARE: Final = 16  # for files, and for connections opened meanwhile by torch
 
 
 def require_descriptors(rank: int, peers: int, own: int = 0) -> None:
-    """Refuse to open sockets for ``peers`` more ranks, plus ``own`` descriptors, beyond the limit.
+    """Check that sockets for ``peers`` more ranks, plus ``own`` descriptors, are within the limit.
 
-    If ZeroMQ cannot get a descriptor while it works, it ends the process.
+    Otherwise ZeroMQ would end the process as soon as it failed to get a descriptor.
 
     Raises:
         ConfigurationError: the message states how many descriptors are needed, and the limit.

@@ -21,8 +21,8 @@ from sparsync.transports.zmq.peers import MAX_MESSAGE
 __all__ = ["ZmqHost"]
 
 _WAKE: Final = "inproc://wake"  # private to an actor's context, so all actors may use the same name
-_NAP: Final = 0.5  # seconds between checks for deaths while nothing arrives and nothing is due
-_NAMED: Final = 4  # number of ranks named in an error, the longest silent first
+_NAP: Final = 0.5  # seconds between checks for dead peers while nothing arrives and nothing is due
+_NAMED: Final = 4  # number of ranks named in an error, those with the longest silence first
 _CLOSED: Final = (
     "this averager was closed, or another one took over its communicator; give each averager a "
     "connect() of its own, and make a new one after close()"
@@ -33,9 +33,9 @@ _WHOLE: Final = Raw("value", variable=True)
 class ZmqHost(Host):
     """Runs an actor on a daemon thread.
 
-    The rank passes work to the thread through a queue, and waits for its replies with an event, so
-    neither side holds a lock that the other needs.  A peer is dead when its connection ends, but not
-    when it is silent.  ``comm`` is private to the host, which closes it at the end.
+    The rank passes work to the thread through a queue and waits for replies with an event, so neither
+    side holds a lock that the other needs.  A peer counts as dead when its connection ends, but not when
+    it is silent.  ``comm`` is private to the host, which closes it at the end.
     """
 
     def __init__(self, actor: Actor, comm: Any) -> None:  # a ``ZmqCommunicator``
@@ -62,15 +62,15 @@ class ZmqHost(Host):
     def call(self, function: Callable[[], None]) -> None:
         """Queue a function, and wake the thread."""
         self._calls.append(function)
-        # Queue the call first, because the thread may wake up immediately.  If the pipe is full, enough
-        # wake-ups are in flight; if it is closed, there is no thread left to wake.
+        # The call is queued first, because the thread may wake up immediately.  If the pipe is full,
+        # there are already enough wake-ups in flight; if it is closed, no thread is left to wake.
         with self._lock, suppress(zmq.ZMQError):
             self._waker.send(self._mesh.wake_word, zmq.NOBLOCK)
 
     def ask(self, function: Callable[[Reply], None], where: Callable[[], str]) -> Operation:
-        """Queue a function; the wait ends with an error if the actor fails or the timeout expires."""
+        """Queue a function; the operation raises an error if the actor fails or the timeout expires."""
         asked = _Asked(where, self._comm.timeout, self._silent)
-        # show the wait to the thread before checking for an error, so that a failure in between also
+        # let the thread see the wait before checking for an error, so that a failure in between also
         # ends the wait
         self._asked = [*(one for one in self._asked if not one.done), asked]
         if self._error is not None:
@@ -88,7 +88,7 @@ class ZmqHost(Host):
             self._thread.join()
 
     def _silent(self) -> str:
-        """Report which ranks are gone, or how long each has been silent."""
+        """Return a text that says which ranks are dead, or how long each has been silent."""
         gone = [f"rank {peer} is gone ({reason})" for peer, reason in list(self._gone.items())]
         since = sorted((heard, peer) for peer, heard in list(self._heard.items()))
         ages = [f"rank {peer} for {self.now - heard:.1f} s" for heard, peer in since]
@@ -97,7 +97,7 @@ class ZmqHost(Host):
     # ---- the thread
 
     def send(self, dest: int, payload: Tensor) -> None:
-        """Send, unless the peer is gone."""
+        """Send a message, unless the peer is dead."""
         if dest not in self._gone:
             self._comm.isend(payload, dest, "actor", _WHOLE)
 
@@ -106,8 +106,8 @@ class ZmqHost(Host):
             while not self._closing:
                 self._turn()
         except BaseException as error:
-            # Set the error before reading the list.  ``ask`` extends the list before reading the error,
-            # so at least one of the two sees the other's change.
+            # The error is set before the list is read.  ``ask`` extends the list before it reads the
+            # error, so at least one of the two threads sees the other's change.
             self._error = error
             for asked in self._asked:
                 asked.end(error=error)
@@ -117,14 +117,14 @@ class ZmqHost(Host):
             self._comm.close()
 
     def _turn(self) -> None:
-        """Run the queued calls, then wait for the next message, at most until a tick is due."""
+        """Run the queued calls, then wait for a message, but no longer than until a tick is due."""
         while self._calls:
             self._calls.popleft()()
         due = self._actor.due
         self._take(_NAP if due is None else min(max(due - self.now, 0.0), _NAP))
         deaths = self._deaths()
         self._gone.update(deaths)
-        # a dead peer's last messages come first, and only then the news of its death
+        # the actor gets a dead peer's last messages before it is informed of the death
         while deaths and self._take(0.0):
             pass
         for peer, reason in deaths.items():
@@ -139,14 +139,14 @@ class ZmqHost(Host):
         try:
             if self._receive is None:
                 self._receive = self._comm.irecv_any(MAX_MESSAGE, "actor", _WHOLE)
-            # Only poll the receive: waiting for it would have a deadline, but peers may be silent
-            # forever.  Instead, the time is spent in ``advance``, which a call ends early.
+            # The receive is only polled: a wait would have a deadline, but peers may be silent forever.
+            # The waiting is done in ``advance``, which ends early if a function is queued.
             receive = self._receive
             if not receive.poll(0.0):
                 mesh.advance(seconds)
                 if not receive.poll(0.0):
                     return False
-        except CommunicationError:  # all others are gone
+        except CommunicationError:  # all other ranks are dead
             self._receive = None
             mesh.advance(seconds)
             return False
@@ -156,14 +156,14 @@ class ZmqHost(Host):
         return True
 
     def _deaths(self) -> dict[int, str]:
-        """Return the peers whose connection has ended since the last call, with the reasons."""
+        """Return the peers whose connections have ended since the last call, and the reasons."""
         mesh = self._mesh
         ended = {peer: link.lost for peer, link in mesh.links.items() if link.lost}
         return {p: why for p, why in {**ended, **mesh.lost}.items() if p not in self._gone}
 
 
 class _Asked(Operation):
-    """Waits for an actor that runs on another thread; ``silent`` reports which ranks are silent."""
+    """A wait for an actor on its thread; ``silent`` reports which ranks are dead or silent."""
 
     def __init__(self, where: Callable[[], str], timeout: float, silent: Callable[[], str]) -> None:
         self.where, self.timeout, self.silent = where, timeout, silent

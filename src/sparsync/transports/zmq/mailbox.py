@@ -1,4 +1,4 @@
-"""Messages between ranks: their 56-byte header, and the mailboxes that match them to receives."""
+"""Messages between ranks: their 56-byte header, and the mailboxes that match them with receives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ELSEWHERE: Final = (
 
 
 class Header(NamedTuple):
-    """What a receiver reads about a message before its payload.
+    """The header of a message, which the receiver reads before the payload.
 
     Example:
         >>> raw = Header(0, 3, 7, 1, 9, 5, -1, 0, 16).pack()
@@ -44,9 +44,9 @@ class Header(NamedTuple):
         (56, 3, 16)
     """
 
-    flags: int  # ``HELLO``, ``GIVE_UP``, ``APART`` or 0: the payload follows in the same frame
+    flags: int  # ``HELLO``, ``GIVE_UP``, ``APART``, or 0 if the payload follows in the same frame
     source: int  # rank of the sender
-    job: int  # number of the group, drawn by rank 0: messages of another job are refused
+    job: int  # number of the group, drawn by rank 0; messages with another number are refused
     tag: int  # channel
     phase: int  # CRC-32 of the phase's name
     step: int  # the sender's ``ledger.step``
@@ -63,7 +63,7 @@ class Header(NamedTuple):
         """Read the header at the start of ``frame``.
 
         Raises:
-            WireFormatError: the frame is too short, or of another protocol or version.
+            WireFormatError: the frame is too short, or belongs to another protocol or version.
         """
         if len(frame) < HEADER_BYTES:
             raise WireFormatError(
@@ -82,7 +82,7 @@ class Header(NamedTuple):
 @final
 @dataclass(eq=False)
 class Claim:
-    """A posted receive; once it has ended, it holds its message or its error."""
+    """A posted receive; once it has ended, it holds its message or an error."""
 
     rank: int
     source: int | None  # None: any rank, at any step
@@ -108,9 +108,9 @@ class Mailboxes:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.unclaimed = 0  # bytes
+        self.unclaimed = 0  # bytes of messages that no receive has claimed
         self.handed = 0  # number of messages given to a waiting receive
-        self.broken = ""  # why no wait can succeed any more, whatever its source
+        self.broken = ""  # the reason why no wait for any source can succeed any more
         self._phases: dict[int, str] = {}  # number on the wire -> name, for errors
         for name in _ELSEWHERE:
             self.phase_number(name)
@@ -130,7 +130,7 @@ class Mailboxes:
         return self._expected.get((source, tag), 0)
 
     def deliver(self, header: Header, payload: Tensor) -> bool:
-        """Hand a message to the receive that waits for it, or keep it; False if there is no room."""
+        """Give a message to the receive that waits for it, or keep it; False if there is no room."""
         # receives that name the source take precedence over receives from any source
         key, nbytes = (header.source, header.tag), payload.numel()
         waiting = self._waiting.get(key) or self._waiting.get((None, header.tag))
@@ -173,7 +173,7 @@ class Mailboxes:
                 claim.error = PeerError(f"{claim} will not come: {reason}")
 
     def break_off(self, reason: str) -> None:
-        """End every receive with an error, including later ones whose message has not arrived yet."""
+        """End every waiting receive with an error, and later ones whose message has not arrived yet."""
         self.broken = self.broken or reason
         for source in {source for source, _ in self._waiting}:
             self.fail(source, self.broken)
@@ -181,8 +181,8 @@ class Mailboxes:
     def _give(self, header: Header, payload: Tensor, claim: Claim) -> None:
         """End a receive with this message, or with an error if the message does not fit."""
         nbytes = payload.numel()
-        # a message of another call is an error, and is never kept for later: the ranks disagree on the
-        # call, and would sum unrelated values
+        # a message from a different call is an error, and is never kept for later: the ranks are in
+        # different calls, and would sum unrelated values
         same_step = header.step == claim.step or claim.source is None
         if header.phase != self.phase_number(claim.phase) or not same_step:
             name = self._phases.get(header.phase)
@@ -204,15 +204,15 @@ class Mailboxes:
 
 
 def _apart(claim: Claim, phase: str | None, local_step: int | None) -> str:
-    """Say how far two ranks' local steps are apart, if only one of the ranks is in ``finish()``."""
+    """Explain how far apart two ranks' local steps are, if only one of them is in ``finish()``."""
     if (
         claim.local_step is None
         or local_step is None
         or (claim.phase == "finish") == (phase == "finish")
     ):
         return ""
-    # count the steps that are done: an exchange carries the number of the local step before it, but
-    # ``finish`` carries the number of the next one
+    # count finished steps: an exchange's messages carry the number of the local step before it, but the
+    # messages of ``finish`` carry the number of the next local step
     here = claim.local_step + (claim.phase != "finish")
     there = local_step + (phase != "finish")
     counts = unequal_steps(min(here, there), max(here, there), here)

@@ -43,37 +43,37 @@ from sparsync.transports.zmq.peers import (
 
 __all__ = ["Mesh", "bind", "tcp"]
 
-LINGER: Final = 5.0  # seconds that ``close`` gives the last messages
+LINGER: Final = 5.0  # seconds that ``close`` waits until the last messages are sent
 # The same limit, but counted from ``abort``.  It is shorter, because the waiting thread also takes time
 # to end, and the whole process must end within 5 s.
 LINGER_ABORTED: Final = 4.5
-LEAST_LINGER: Final = 1.0  # minimum that both limits guarantee
+LEAST_LINGER: Final = 1.0  # seconds that ``close`` waits in any case
 TICK: Final = 0.05  # seconds between checks of connections during a wait
 BUSY: Final = 10  # ticks between checks of connections while messages arrive
-# Seconds to wait before giving up on a rank whose link was lost before it sent anything: its first
+# Seconds before this rank gives up on a rank whose link was lost before it sent anything: its first
 # message may still be in flight.
 GRACE: Final = 0.5
-# The same for a rank that has sent messages but was never reached: it may have sent everything and then
-# closed immediately, so its last messages may still be in flight.
+# The same for a rank that has sent messages but was never reached: it may have closed immediately after
+# its last messages, which may still be in flight.
 LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
 SHARED: Final = (
     8192  # bytes that ZeroMQ reads at a time; shorter frames may share a buffer with others
 )
-# limit on the bytes of messages that no receive has asked for yet; even the longest message must fit
+# limit on the bytes of messages that no receive has claimed yet; even the longest message must fit
 MAX_UNCLAIMED: Final = MAX_MESSAGE
-MAX_EARLY: Final = 2**26  # limit on bytes of messages of a group that this rank has not joined yet
-# memory overhead in bytes per message, which matters because many are short
+MAX_EARLY: Final = 2**26  # limit on the bytes of messages for groups that this rank has not joined yet
+# memory overhead per message, in bytes; it matters because many messages are short
 PER_MESSAGE: Final = 2**9
 MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # limit on the frames of one message
-HANDSHAKE: Final = 10.0  # seconds in which a connecting peer must identify itself
-STRANGERS: Final = 16  # silent connections allowed in addition to those of ranks not yet heard from
+HANDSHAKE: Final = 10.0  # seconds within which a connecting peer must identify itself
+STRANGERS: Final = 16  # silent connections allowed besides one for each rank that has not sent anything
 MOST_MEMBERS: Final = 1024  # limit on the members of a changing group
 
 
 @final
 class _Patience:
-    """The time left for the last messages, kept outside of the mesh, which may be gone at exit."""
+    """The time left for the last messages, kept outside of the mesh, which may be freed before exit."""
 
     def __init__(self) -> None:
         self.aborted: float | None = None  # on the monotonic clock
@@ -106,15 +106,15 @@ class Mesh:
         self.rank, self.world_size, self.keys = rank, world_size, keys
         self._timeouts = timeout, connect_timeout
         self.job, self.endpoints = 0, list[str]()
-        # messages of a group that this rank has not joined yet; None: the group never changes
+        # messages for groups that this rank has not joined yet; None if the group never changes
         self._early: deque[tuple[int, list[zmq.Frame]]] | None = deque() if changing else None
         self._early_bytes = 0  # bytes of all early messages
-        self._past: set[int] = set()  # jobs of groups that this rank has left
+        self._past: set[int] = set()  # job numbers of groups that this rank has left
         self.links: dict[int, Link] = {}
         self.wake_word = secrets.token_bytes(16)  # no peer can guess it
         self.mailboxes = Mailboxes(MAX_UNCLAIMED)
         self.dropped: Counter[str] = Counter()  # refused messages, by reason
-        self.lost: dict[int, str] = {}  # ranks that are gone, and why
+        self.lost: dict[int, str] = {}  # rank that was given up -> reason
         self._connected: dict[int, float] = {}  # file descriptor -> time of the connection
         self._spoke: set[int] = set()  # descriptors over which a message has arrived
         self._ranks: dict[int, int] = {}  # file descriptor -> rank, once it has identified itself
@@ -132,9 +132,9 @@ class Mesh:
         context: zmq.Context[Any] = zmq.Context()
         sockets = list[zmq.Socket[Any]]()
         guards = list[Doorkeeper]()
-        # Create the finalizer before any socket: a context with an open socket never terminates, and
-        # neither does its process.  Pass it the containers, which are filled later, not ``self``, which
-        # it would keep alive.
+        # The finalizer is created before any socket: a context with an open socket never terminates, and
+        # neither does its process.  It gets the containers, which are filled later, because a reference
+        # to ``self`` would keep the mesh alive.
         self._patience = _Patience()
         self._reserved = [os.open(os.devnull, os.O_RDONLY)]  # a descriptor for ``_cut``
         containers = sockets, self.links, guards, self._reserved
@@ -168,19 +168,19 @@ class Mesh:
             self.context, zmq.PULL, f"{tcp(interface)}:*", self._timeouts[0], HANDSHAKE
         )
         sockets += self.incoming, self._events
-        # start the guard before binding: a peer that connected in between would be let in unchecked
+        # start the guard before binding: a peer that connected in between would not be checked
         guard: CurveKeys | Password = Password() if self.keys is None else self.keys
         self.doorkeeper = guard.guard(self.incoming)
         guards.append(self.doorkeeper)
         self.incoming.rcvtimeo = round(TICK * 1000)
         self.address = bind(self.incoming, interface, port_range, advertise)
-        # the endpoint is everything that other ranks need to connect, except this rank's public key
+        # the endpoint is all that other ranks need to connect, apart from this rank's public key
         self.endpoint = self.address
         if isinstance(guard, Password):
             self.endpoint = f"{self.address} {guard.word.decode()}"
 
     def connect(self, job: int, endpoints: list[str]) -> None:
-        """Open the missing links and greet all peers, so that they know this rank."""
+        """Open the missing links, and greet all peers so that they know this rank."""
         self.job, self.endpoints = job, endpoints
         known = {link.endpoint: link for link in self.links.values() if not link.lost}
         closing = [link for link in self.links.values() if link.lost]
@@ -199,10 +199,10 @@ class Mesh:
         finally:
             for link in (*closing, *known.values()):
                 link.leave()
-        self._tell_all(HELLO)  # some sends may fail, because a peer may already be gone again
+        self._tell_all(HELLO)  # sends may fail, because a peer may have disconnected again
 
     def regroup(self, rank: int, job: int, endpoints: list[str]) -> None:
-        """Become a rank of another group, on the same socket; drop the former group's messages."""
+        """Leave the group for a new one, on the same socket; drop the former group's messages."""
         if self.keys is not None:
             publics = [endpoint.partition(" ")[2].encode() for endpoint in endpoints]
             unlisted = [rank for rank, key in enumerate(publics) if key not in self.keys.listed]
@@ -221,8 +221,8 @@ class Mesh:
         for known in (self.lost, self._ranks, self._heard, self._ended):
             known.clear()
         self.connect(job, endpoints)
-        # Take the messages that members of the new group sent before this rank joined.  Messages of
-        # other groups are kept again for later.
+        # Handle the messages that members of the new group sent before this rank joined.  Messages of
+        # other groups are again kept for later.
         early, self._early, self._early_bytes = self._early or (), deque(), 0
         for _, frames in early:
             self._take(frames)
@@ -238,7 +238,7 @@ class Mesh:
             link.send(Parcel(header, nothing))
 
     def abort(self) -> None:
-        """End the waits of another thread; the caller closes the sockets once those have ended."""
+        """End other threads' waits; the caller closes the sockets once these waits have ended."""
         self._aborted = True
         self._patience.aborted = time.monotonic()
         # do not close the mesh at exit: if the other thread were still running, libzmq would abort the
@@ -246,14 +246,14 @@ class Mesh:
         self.close.atexit = False
 
     def check_open(self) -> None:
-        """Refuse the use of a closed communicator."""
+        """Raise an error if the communicator is closed."""
         if self._aborted or not self.close.alive:
             raise ConfigurationError(
                 f"rank {self.rank}: this communicator is closed; make a new one"
             )
 
     def refusals(self) -> dict[str, int]:
-        """Count refused messages and connections, by reason."""
+        """Return the numbers of refused messages and connections, by reason."""
         connections = {
             "wrong passwords" if self.keys is None else "unlisted keys": self.doorkeeper.refused,
             "connections of another protocol": self._foreign,
@@ -261,7 +261,7 @@ class Mesh:
         return {**self.dropped, **{why: count for why, count in connections.items() if count}}
 
     def state_of(self, rank: int) -> str:
-        """Describe the state of a rank that is not connected to this one in both directions."""
+        """Describe how far a rank is connected to this one; empty if it is, in both directions."""
         link = self.links.get(rank)
         if link is None:  # a channel of a former group is being used
             return f"this group of {self.world_size} has no such rank; make channels again"
@@ -274,8 +274,8 @@ class Mesh:
     def advance(self, seconds: float, expected: int = 1) -> None:
         """Wait at most ``seconds``, and at most two ticks, for an event; handle all events.
 
-        A long wait receives all ``expected`` messages before it handles them.  On a core that several
-        ranks share, work between two sleeps is what costs most.
+        A long wait receives all ``expected`` messages before it handles them, because work between two
+        sleeps is expensive on a core that several ranks share.
         """
         if seconds <= 0:
             self.drain()
@@ -314,11 +314,11 @@ class Mesh:
         self.drain()
 
     def _look(self, now: float) -> None:
-        """Detect losses: ended connections, and ranks that cannot be reached or never sent anything."""
+        """Detect lost ranks: by ended connections, or because they were not reached or sent nothing."""
         self._look_at_incoming()
         for link in self.links.values():
             link.look()
-        # An end is reported after the last message has arrived.  Receive all messages first, because
+        # The end of a connection is reported after its last message.  Receive all messages first, because
         # receives whose message has arrived must not fail.
         if self._ended or self._altered or self._unreached(now):
             self.drain()
@@ -340,10 +340,10 @@ class Mesh:
         self._turn_away(now)
 
     def _unreached(self, now: float) -> dict[int, str]:
-        """Return the ranks to give up on because they could not be connected, with the reasons.
+        """Return the ranks to give up on because no connection was possible, with the reasons.
 
-        The end of an established connection is not judged here: the incoming socket reports it in order,
-        after the rank's messages.
+        Ended connections are not handled here: the incoming socket reports the end in order, after the
+        rank's messages.
         """
         found, here = dict[int, str](), set(self._ranks.values())
         for rank, link in self.links.items():
@@ -365,8 +365,8 @@ class Mesh:
 
     def _look_at_incoming(self, heard: int | None = None) -> None:
         """Record the events of connections; ``heard`` is the connection of the message just received."""
-        # A rank's first message and the failure of its second may be read together.  When the failure is
-        # judged here, that rank has already spoken, although ``_spoke`` will say so only later.
+        # A rank's first message and the failure of its second may be read together.  The rank has then
+        # already sent a message when the failure is handled here, but ``_spoke`` does not include it yet.
         spoke = {*self._spoke, *(() if heard is None else (heard,))}
         for event, value in happened(self._events):
             if event == zmq.EVENT_ACCEPTED:
@@ -378,9 +378,8 @@ class Mesh:
                 if value in self._ranks:
                     self._ended.add(self._ranks.pop(value))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                # The event does not say which connection it came from.  As long as some connection has
-                # sent nothing, assume that this was a stranger's, so that no stranger can end the job in
-                # this way.
+                # The event does not say which connection failed.  As long as any connection has sent
+                # nothing, assume that a stranger's failed, so that no stranger can end the job this way.
                 ranks = self._ranks or heard is not None
                 if ranks and self._connected.keys() <= spoke:
                     self._altered = True
@@ -388,15 +387,15 @@ class Mesh:
                     self._foreign += 1
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._foreign += (
-                    1  # the other end noticed first that the protocols differ, and hung up
+                    1  # the other end noticed first that the protocols differ, and disconnected
                 )
 
     def _break_off_altered(self) -> None:
-        """End all waits, because a message to this rank is lost, and ZeroMQ does not say whose.
+        """End all waits, because a message to this rank is lost and ZeroMQ does not report its sender.
 
         ZeroMQ 4.3.5 stops reading such a connection but leaves it open (its event overwrites the error
         number that would close it).  In a changing group, all connections are therefore closed here.
-        This tells the peers, which reconnect in the next group.
+        The peers notice this, and reconnect in the next group.
         """
         self._altered = False
         self.mailboxes.break_off(
@@ -421,8 +420,8 @@ class Mesh:
     def _cut(self, descriptor: int) -> None:
         """End an incoming connection.
 
-        ZeroMQ has no call for this, but it closes connections that have ended.  So this method shuts the
-        connection down in the kernel, through a second descriptor of the same socket.
+        ZeroMQ has no call for this, but it closes connections that have ended.  This method therefore
+        shuts the connection down in the kernel, through a second descriptor of the same socket.
         """
         # use the reserved descriptor, because strangers may hold all other descriptors that are allowed
         try:
@@ -430,14 +429,14 @@ class Mesh:
         except OSError:
             return  # it has already ended
         try:
-            # ``descriptor`` may by now belong to another connection.  But ZeroMQ reports the end of a
-            # connection before closing it, and only then can the number be reused.  So if no end has
-            # been reported, the twin is the right connection.
+            # ``descriptor`` may belong to a newer connection by now.  But its number can be reused only
+            # after ZeroMQ has closed the old connection, and ZeroMQ reports the end before it closes.
+            # So if no end has been reported, the twin is the right connection.
             self._look_at_incoming()
             if descriptor in self._connected:
                 twin.shutdown(network.SHUT_RDWR)
         except OSError:
-            pass  # it has ended meanwhile
+            pass  # the connection has ended in the meantime
         finally:
             twin.detach()  # the number stays reserved
 
@@ -460,7 +459,7 @@ class Mesh:
             self._take(frames)
 
     def _receive(self, flags: int) -> list[zmq.Frame]:
-        """Receive one message of any kind; an empty frame stands for an oversized one."""
+        """Receive one message of any kind; return one empty frame if it is too long."""
         frames = [self.incoming.recv(flags, copy=False)]
         nbytes = len(frames[0].buffer)
         while frames[-1].more:
@@ -471,7 +470,7 @@ class Mesh:
         return frames
 
     def _too_long(self, first: zmq.Frame) -> list[zmq.Frame]:
-        """Cut the sender's connection; read and drop the rest of its message."""
+        """Cut the connection over which ``first`` came; read and drop the rest of the message."""
         self._look_at_incoming()
         self._cut(first.get(zmq.SRCFD))
         while self.incoming.rcvmore:
@@ -479,9 +478,9 @@ class Mesh:
         return [zmq.Frame(b"")]
 
     def _take(self, frames: list[zmq.Frame]) -> None:
-        """Check a message, and give it to its receive."""
+        """Check a message, and give it to the receive that waits for it."""
         if len(frames) == 1 and frames[0].buffer == self.wake_word:
-            return  # not a message: another thread of this rank ends this thread's wait
+            return  # not a message: another thread on this rank ends this thread's wait
         self._busy = True
         try:
             self._judge(frames)
@@ -525,8 +524,8 @@ class Mesh:
                 self._deliver(header, _taken(pieces[0]) if len(pieces) == 1 else _joined(pieces))
 
     def _deliver(self, header: Header, payload: Tensor) -> None:
-        # ZeroMQ delivers the messages of a connection in order.  If a number is too high, a message was
-        # lost.  If it is too low, the message is a repetition, or comes from a rank already given up.
+        # ZeroMQ delivers a connection's messages in order.  If a number is too high, a message was lost.
+        # If it is too low, the message is a repetition, or its sender has already been given up.
         source = header.source
         due = self.mailboxes.next_sequence(source, header.tag)
         if header.sequence < due or source in self.lost:
@@ -543,16 +542,16 @@ class Mesh:
             )
 
     def _hear(self, source: int, frame: zmq.Frame) -> None:
-        """Record a rank's connection, whose end, reported after its last message, is the rank's end."""
+        """Record a rank's connection; once it has ended, after its last message, the rank is lost."""
         self._heard.add(source)
         descriptor = self._spoken(frame, rank=True)
         if descriptor is not None:
             self._ranks[descriptor] = source
         else:
-            self._ended.add(source)  # it has connected, spoken, and left
+            self._ended.add(source)  # the rank has connected, sent a message, and disconnected
 
     def _spoken(self, frame: zmq.Frame, *, rank: bool = False) -> int | None:
-        """Mark a connection as known; return its file descriptor if it still exists."""
+        """Record that a message has arrived over a connection; return its descriptor if it exists."""
         descriptor: int = frame.get(zmq.SRCFD)
         self._look_at_incoming(descriptor if rank else None)
         if descriptor not in self._connected:
@@ -613,8 +612,8 @@ def bind(
 def _taken(raw: memoryview) -> Tensor:
     """Return a tensor that uses a frame's memory and keeps it alive, or a copy if the frame is short.
 
-    A short frame is copied, because ZeroMQ keeps it in a buffer together with other frames, which would
-    all stay alive.
+    A short frame is copied, because ZeroMQ keeps it in a buffer together with other frames, and the
+    whole buffer would stay alive.
     """
     if len(raw) == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -643,7 +642,7 @@ def _close(
     patience: _Patience,
     pid: int,
 ) -> None:
-    """Send the last messages, then close all sockets; at exit, this runs without the mesh."""
+    """Send the last messages, then close all sockets; at exit, the mesh may no longer exist."""
     if context.closed or os.getpid() != pid:  # a forked child must not touch its parent's sockets
         return
     deadline = patience.until()

@@ -17,10 +17,10 @@ from sparsync.transports.zmq.curve import CurveKeys, Password
 
 __all__ = ["Link", "Parcel", "happened", "host_and_port", "longest_silence", "resolved", "watched"]
 
-# If the other end of a connection gives no sign of life for this many seconds, although asked for one,
-# it counts as dead.  The limit is never shorter, because ZeroMQ's thread may have to wait for a core.
+# If the other end of a connection does not answer ZeroMQ's heartbeats for this many seconds, it counts
+# as dead.  The limit is never shorter, because ZeroMQ's thread may have to wait for a core.
 HEARTBEAT: Final = 20.0
-# The limit is this many times ``timeout``, if that is longer: when a rank stalls, the wait for it must
+# The limit is this multiple of ``timeout``, if that is longer.  When a rank stalls, the wait for it must
 # reach its own deadline first, although the last sign of life came before that wait began.
 PATIENCE: Final = 2.0
 # Seconds between signs of life, because routers and firewalls drop connections that are idle for
@@ -28,11 +28,11 @@ PATIENCE: Final = 2.0
 BEAT: Final = 5.0
 MOST_SECONDS: Final = 2e6  # libzmq stores milliseconds in a 32-bit int
 HIGH_WATER: Final = (
-    64  # messages per link that ZeroMQ queues on either side; when both are full, the sender waits
+    64  # messages per link that ZeroMQ queues on each side; when both queues are full, the sender waits
 )
-# Payloads up to this many bytes are sent in the header's frame.  This costs a copy, but saves a frame
-# that must pass to ZeroMQ's thread and back.  For 57 kB to each of 7 ranks, a second frame took 13 us of
-# the caller's time and 7 us of that thread's, but the copy took only 10 us
+# Payloads up to this many bytes are sent in the header's frame.  This costs a copy, but saves a second
+# frame, which would have to pass to ZeroMQ's thread and back.  For 57 kB to each of 7 ranks, a second
+# frame took 13 us of the caller's time and 7 us of ZeroMQ's thread, but the copy took only 10 us
 # (``benchmarks/transports.py``).
 INLINE: Final = 2**17
 # Payloads of at least this many bytes are sent directly from the tensor.  That wakes a thread, which
@@ -41,14 +41,14 @@ ZERO_COPY: Final = 2**20
 # Longer payloads are sent in frames of this size.  Every frame is a sign of life, so a payload that takes
 # longer than a heartbeat over a slow link does not look like a death.
 PIECE: Final = 2**20
-# limit on the bytes of one payload: half a vector of 2^31 float32, for example, takes 4 GiB; a peer that
-# sends more is disconnected
+# limit on the bytes of one payload; for comparison, half a vector of 2^31 float32 takes 4 GiB.  A peer
+# that sends more is disconnected.
 MAX_MESSAGE: Final = 2**33
-OVERHEAD: Final = 2**10  # bytes of a frame besides its piece: this header, and encryption's
-# Seconds for a second attempt to connect, whose only purpose is to learn the error that ZeroMQ does not
+OVERHEAD: Final = 2**10  # limit on a frame's bytes besides its piece: the header, and encryption
+# Seconds for a second attempt to connect, which is made only to get the error that ZeroMQ does not
 # report.
 PROBE: Final = 0.5
-# If a peer refused the bytes that it received, ZeroMQ may report only the end of the connection.
+# if a peer has refused the bytes that it received, ZeroMQ may report only the end of the connection
 TAMPERED: Final = ", or bytes were changed on the way, which ends a connection with keys"
 WATCHED: Final = (
     zmq.EVENT_ACCEPTED
@@ -68,7 +68,7 @@ ADVICE: Final = (
 
 @final
 class Parcel:
-    """A message to send: one frame with header and short payload, or a header and further frames."""
+    """A message to send: a frame with the header and a short payload, or a header and further frames."""
 
     def __init__(self, header: bytes, payload: Tensor) -> None:
         length, view = payload.numel(), payload.contiguous().numpy().data
@@ -90,7 +90,7 @@ class Parcel:
         return self.accepted and (self.tracker is None or self.tracker.done)
 
     def send(self, socket: zmq.Socket[Any]) -> bool:
-        """Give the message to ZeroMQ without waiting; return False if the queue is full.
+        """Pass the message to ZeroMQ without waiting; return False if ZeroMQ's queue is full.
 
         Once ZeroMQ has accepted the header, it also accepts the payload's frames, because its limit
         counts messages, not frames.
@@ -110,7 +110,7 @@ class Parcel:
 
 @final
 class Link:
-    """The outgoing socket to one peer; only that peer's process is accepted at the other end.
+    """The outgoing socket to one peer, which accepts only that peer's process at the other end.
 
     Args:
         peer: the rank of the peer.
@@ -120,9 +120,9 @@ class Link:
         connect_timeout: seconds that opening the connection may take.
 
     Attributes:
-        opened: whether the other end has accepted this rank; if so, a later end means that the peer is
-            gone.
-        lost: the reason why no message can be sent any more; empty while sending is possible.
+        opened: whether the other end has accepted this rank; if the connection ends after that, the peer
+            has died or left.
+        lost: the reason why no more messages can be sent; empty while sending is possible.
         lost_at: the time on the monotonic clock at which the loss was detected.
     """
 
@@ -140,11 +140,11 @@ class Link:
         self.opened, self.lost, self.lost_at = False, "", 0.0
         self._reached = False  # whether anything has accepted the connection
         self._encrypted = keys is not None
-        self.by = time.monotonic() + connect_timeout  # the time by which it must be open
+        self.by = time.monotonic() + connect_timeout  # the deadline for opening the connection
         self.queue: deque[Parcel] = deque()  # messages that ZeroMQ has not accepted yet, in order
         self.sequences: Counter[int] = Counter()  # messages sent, by channel
-        # resolve the name here, because ZeroMQ does not report an unknown name, and stops all its
-        # traffic during a lookup
+        # resolve the name here, because ZeroMQ does not report an unknown name, and stops all traffic
+        # during a lookup
         try:
             address = resolved(self.address)
         except OSError as error:
@@ -163,7 +163,7 @@ class Link:
             raise
 
     def begin(self, peer: int) -> None:
-        """Become the link to rank ``peer`` of a new group; message numbers start at 0 again."""
+        """Use this link for rank ``peer`` of a new group; message numbers start at 0 again."""
         self.peer = peer
         self.queue.clear()
         self.sequences.clear()
@@ -175,7 +175,7 @@ class Link:
         self.socket.close(linger=linger)
 
     def leave(self) -> None:
-        """Close the socket and end the waits of senders, because the peer has left the group."""
+        """Close the socket and end senders' waits, because the peer has left the group."""
         if not self.lost:
             self._lose(f"rank {self.peer} is not in this rank's group any more")
         self.close()
@@ -186,7 +186,7 @@ class Link:
         return self.sequences[tag] - 1
 
     def send(self, parcel: Parcel) -> None:
-        """Send now, or queue behind waiting messages."""
+        """Send a message now, or queue it behind waiting messages."""
         if self.queue or not parcel.send(self.socket):
             self.queue.append(parcel)
 
@@ -197,16 +197,16 @@ class Link:
 
     @property
     def state(self) -> str:
-        """A description of the problem if the link is not open; empty if it is open."""
+        """Why the link is not open, as a text; empty if it is open."""
         if self.lost or self.opened:
             return self.lost
         seen = "the port answers, but lets nobody in" if self._reached else "no answer"
         return f"there is no connection to {self.address} yet ({seen})"
 
     def look(self) -> None:
-        """Detect whether the connection was opened, has ended, or is late."""
+        """Check whether the connection has opened, has ended, or is late."""
         for event, value in happened(self.events):
-            if self.lost:  # keep the first reason, because later events follow from it
+            if self.lost:  # keep the first reason: later events are its consequences
                 continue
             if event == zmq.EVENT_CONNECTED:
                 self._reached = True
@@ -238,7 +238,7 @@ class Link:
         self.lost, self.lost_at = why, time.monotonic()
 
     def _probed(self) -> OSError | None:
-        """Return the error of a second attempt to connect, because ZeroMQ does not report the first."""
+        """Try again to connect and return the error, because ZeroMQ does not report its own."""
         if self._reached:
             return None
         try:
@@ -279,25 +279,25 @@ def watched(
 ) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
     """Return a socket for one end of connections, and the socket that reports their events.
 
-    Connections are never reopened, because a new connection after a death would hide the death and the
-    loss of queued messages.
+    Connections are never reopened, because reopening one would hide a peer's death and the loss of
+    queued messages.
 
     Args:
         context: the context of both sockets.
         kind: ``zmq.PUSH`` or ``zmq.PULL``.
-        address: determines IPv6 or IPv4.
+        address: an address, whose family (IPv4 or IPv6) the socket uses.
         timeout: seconds that a wait may take; a rank may stall for that long.
         handshake: seconds after which a connection is closed if its other end has not identified itself.
     """
     socket = context.socket(kind)
     socket.ipv6 = ":" in address.removeprefix("tcp://").rpartition(":")[0]  # colons before the port
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    # ZeroMQ checks this limit before it allocates memory, so a frame that claims gigabytes takes no
-    # memory
+    # ZeroMQ checks this limit before it allocates memory, so a frame that claims to be gigabytes long
+    # takes no memory
     socket.maxmsgsize = max(PIECE, INLINE) + OVERHEAD
     socket.reconnect_ivl = -1
     socket.handshake_ivl = _milliseconds(handshake)
-    # do not set heartbeat_ttl, which tells the other end when to give up: each end decides for itself
+    # heartbeat_ttl is not set: it would tell the other end when to give up, but each end decides itself
     socket.heartbeat_timeout = _milliseconds(longest_silence(timeout))
     socket.heartbeat_ivl = _milliseconds(BEAT)
     try:

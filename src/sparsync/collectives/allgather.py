@@ -35,7 +35,7 @@ class Allgather(Collective):
     Args:
         codec: wire format of the entries (default: coo).
         cap: a rank sends at most ``cap * k`` entries; None for no limit.
-        keep_error: the sender keeps the codec's rounding error; if False, the error is lost, as in
+        keep_error: whether the sender keeps the codec's rounding error; if not, the error is lost, as in
             RedSync.
 
     Cost: ceil(log2 P) messages; 2 k (P - 1) words sent, and as many received.   State: none.
@@ -65,7 +65,7 @@ class Allgather(Collective):
         self.cap, self.keep_error = cap, keep_error
 
     def for_layers(self, sizes: Sequence[int]) -> Allgather:
-        """Return a copy whose codec knows the layers."""
+        """Return a copy whose codec knows the sizes of the layers."""
         return Allgather(self.codec.for_layers(sizes), self.cap, keep_error=self.keep_error)
 
     def cost(self, job: Job) -> Cost:
@@ -89,8 +89,8 @@ class Allgather(Collective):
         mine = capped(selected, k, self.cap)
         with comm.stage("pack"):
             encoded = codec.seeded(comm.rank, step).encode(mine)
-        # Receivers need a capacity before the message arrives.  With a cap it follows from k, which all
-        # ranks know; without a cap, an extra round announces the lengths.
+        # Receivers must know a message's capacity before it arrives.  With a cap, it follows from k,
+        # which is equal on all ranks; without a cap, an extra round announces the lengths.
         if self.cap is None:
             length = torch.tensor([encoded.payload.numel()], device="cpu")
             capacities = [int(t) for t in await comm.allgather(length, "sizes")]
@@ -101,8 +101,8 @@ class Allgather(Collective):
         messages = await comm.allgatherv(encoded.payload, capacities, "allgather", framing)
         with comm.stage("unpack"):
             await comm.work(sum(m.numel() for m in messages))
-            # Use this rank's share as the others decode it, and keep rank order.  All ranks then fold
-            # the same numbers in the same order and get the same bits.
+            # Use this rank's share as other ranks decode it, and keep rank order.  All ranks then add
+            # the same numbers in the same order, and get the same bits.
             shares = [
                 encoded.decoded if rank == comm.rank else m for rank, m in enumerate(messages)
             ]

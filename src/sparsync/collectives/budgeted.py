@@ -17,17 +17,17 @@ from sparsync.wire.packed import Packed, decode_sum, decode_undealt, encode_deal
 
 __all__ = ["Budgeted"]
 
-_FEW_PER_RANK = 256  # k / P below which headers and random variation are too large for a budget
+_FEW_PER_RANK = 256  # with a smaller k / P, headers and random variation are too large for a budget
 _PASSES = 2  # passes over k entries besides packing and unpacking, fitted to benchmarks/fidelity.md
-_DEVIATIONS = 4  # margin for an owner's share of the k largest, which is binomial with mean k / P
+_DEVIATIONS = 4  # margin for an owner's share of the k largest: it is binomial with mean k / P
 
 
 @final
 class Budgeted(Collective):
     """Finds the k largest entries of the sum, with less volume than Theorem 3.1's lower bound for COO.
 
-    A hash deals elements to owners (``kernels.deal``), so the load is even for any support.  There are
-    no regions to cut, balance or announce, and message sizes are bounded in advance.
+    A hash deals elements to owners (``kernels.deal``), so the load is even for any support.  No regions
+    have to be cut, balanced or announced, and message sizes are bounded in advance.
 
     1. Every rank sends each owner its entries, packed; the owner sums them in rank order.
     2. Every owner sends its largest sums to all ranks: k / P plus four standard deviations, because after
@@ -36,8 +36,8 @@ class Budgeted(Collective):
        further round is needed.
 
     The collective makes two promises.  On any step and any input, no rank sends or receives more than
-    ``budget * k (P - 1) / P`` words (for k / P >= 256).  The total has min(k, nnz) entries, and fewer
-    only if the budget binds.  If a message cannot hold all entries, the smallest ones stay in the
+    ``budget * k (P - 1) / P`` words (for k / P >= 256).  The total has min(k, nnz) entries, or fewer if
+    the budget cuts messages short.  If a message cannot hold all entries, the smallest ones stay in the
     sender's residual.  Rounding errors stay in the residual of the rank that rounds.
 
     Args:
@@ -74,8 +74,8 @@ class Budgeted(Collective):
     def cost(self, job: Job) -> Cost:
         """Return ``2 (P - 1)`` messages: P - 1 with shares of the entries, then P - 1 with sums.
 
-        Each other rank gets k / P entries, then k / P + 4 sqrt(k / P) + 4, out of n / P elements.  This
-        is a mean over ranks and steps; the budget bounds every single step.
+        A message holds k / P entries in the first round, and k / P + 4 sqrt(k / P) + 4 in the second,
+        out of n / P elements.  This is a mean over ranks and steps; the budget bounds every single step.
 
         Example:
             >>> from sparsync.collectives.costs import lower_bound_words
@@ -94,13 +94,13 @@ class Budgeted(Collective):
         return Cost(2 * peers, peers * pair, **work, turns=2, together=together)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float:
-        """Return the budget, which may be below Theorem 3.1's bound because entries are packed."""
+        """Return the budget; it may be below Theorem 3.1's bound, because entries are packed."""
         return self.budget * job.k * job.share
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Send entries to owners, sum them there, send the sums to all ranks, keep the k largest."""
-        # Keep at most k entries, even if the selector found more.  The capacities below then depend only
-        # on k, so all ranks know them and none needs to be announced.
+        # Keep at most k entries, even if more are selected.  The capacities below then depend only on k,
+        # so all ranks know them, and none has to be announced.
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
@@ -118,19 +118,20 @@ class Budgeted(Collective):
             encoded = codec.encode(share).payload
         capacities = [codec.nbytes(to_all, share.size, dtype)] * ranks
         messages = await comm.alltoallv([encoded] * ranks, capacities, "allgather", framing)
-        # use this rank's own sums as the others decode them, or totals would differ by the rounding
+        # use this rank's own sums as other ranks decode them; otherwise totals would differ by rounding
         messages[comm.rank] = encoded
         with comm.stage("unpack"):
             await comm.work(sum(message.numel() for message in messages))
-            # Rounding by the owner changes the total.  The owner counts the change as delivered by itself
-            # and keeps the opposite in its residual, so the law holds without telling the contributors.
+            # The owner's rounding changes the total.  The owner counts this change as delivered by
+            # itself and keeps the opposite in its residual.  The conservation law thus holds without
+            # a message to the contributors.
             sent = SparseVector(mine.indices, parcels.arriving, size)
             return Reduced(*decode_undealt(codec, messages, k, comm.rank, share, sent))
 
     def _limits(self, world_size: int, k: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the most entries and the most owned sums that a rank may send to another rank.
+        """Return the largest numbers of entries and of owned sums that a message may hold.
 
-        Each exchange gets half of the budget.  With few entries per rank there is no budget, only a
+        Each exchange gets half of the budget.  With few entries per rank, there is no budget, only a
         limit that random variation hardly ever reaches.
         """
         # dealing assigns ceil(n / P) elements to every owner
@@ -148,7 +149,7 @@ class Budgeted(Collective):
 
 
 def _owned(mean: float, most: int) -> int:
-    """Return how many of the k largest sums one rank may own."""
+    """Return how many of the k largest sums one rank may send: ``mean`` plus a margin, or ``most``."""
     return min(most, math.ceil(mean + _deviations(mean)))
 
 

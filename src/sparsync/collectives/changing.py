@@ -1,4 +1,4 @@
-"""Dense sums that leave out layers which never change."""
+"""Dense sums that leave out layers that never change."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["Changing", "ChangingState"]
 
 @dataclass(frozen=True)
 class ChangingState:
-    """The layers that have had a nonzero entry on any rank."""
+    """The layers that have had a nonzero entry on at least one rank."""
 
     moving: tuple[int, ...] = ()
 
 
 @final
 class Changing(Collective):
-    """Sums whole vectors except for the layers that have been 0 on every rank so far.
+    """Sums whole vectors, except for the layers that have been 0 on every rank so far.
 
     A layer is a buffer, or a parameter that is exchanged whole.  A rank sends the layers that have
-    changed so far.  For every other layer, it sends only a flag: whether the layer has changed on this
-    rank.  All ranks see the sum of the flags, so they agree on the layers that a second round must
-    deliver.  From then on, those layers are always sent.  A buffer may start to change on a single rank,
-    after any number of exchanges; it is then delivered as if it had always been sent.  Finding such a
-    buffer takes no extra round.
+    changed so far on any rank.  For every other layer, it sends only a flag: whether the layer has now
+    changed on this rank.  All ranks see the sum of the flags, so they agree on the layers that a second
+    round must deliver.  From then on, these layers are always sent.  A buffer may start to change on a
+    single rank, after any number of exchanges; it is then delivered as if it had always been sent.
+    Detecting such a buffer takes no extra round.
 
     Cost: as ``Dense`` for the layers that change, plus 4 or 8 bytes for every other layer.  The first
     exchange, and every exchange in which a layer starts to change, take a second allreduce.
@@ -61,22 +61,22 @@ class Changing(Collective):
         return Changing(sizes)
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Sum the layers that change on any rank; this rank's whole vector is delivered."""
+        """Sum the layers that change on at least one rank; this rank's whole vector is delivered."""
         own, moved = selected.to_dense(), set(self.state.moving)
         numbers = range(len(self._sizes))
         still = [i for i in numbers if i not in moved]
         if not still:
             return Reduced(DenseVector(await comm.allreduce(own, "dense")), selected)
-        # use fresh memory: this rank's vector must survive, because with ``elastic=`` the step may be
-        # retried
+        # use new memory: this rank's vector must stay unchanged, because with ``elastic=`` the step may
+        # be retried
         total = torch.zeros_like(own)
         parts, sums = (torch.split(flat, self._sizes) for flat in (own, total))
         # Sum flags rather than values, because changes on two ranks could cancel.  NaN counts as a
-        # change, because it must reach all ranks so that they refuse the step.
+        # change: it must reach all ranks, so that they refuse the step.
         flags = torch.stack([parts[i].any() for i in still]).to(own.dtype)
         moving = [i for i in numbers if i in moved]
         changed, *values = await _sum(comm, [flags, *(parts[i] for i in moving)])
-        # all ranks see the same sum of flags, so either all of them start a second allreduce or none
+        # all ranks see the same sum of flags, so either all start a second allreduce or none does
         begun = [i for i, flag in zip(still, changed.tolist(), strict=True) if flag]
         if begun:
             values += await _sum(comm, [parts[i] for i in begun])

@@ -37,9 +37,9 @@ class Reduced:
     Attributes:
         total: the sum, bit-identical on every rank.
         delivered: this rank's share of the total; it may also have entries where the total has none.
-            Selected entries that the share lacks were dropped in flight and stay in the residual.
+            Selected entries that are not in the share were dropped in flight, and stay in the residual.
         lost: the part of ``delivered`` that a codec rounded away and that no rank keeps, as some papers
-            specify.  It is None if nothing is lost, which is almost always the case.
+            specify.  None, the usual case, means that nothing is lost.
     """
 
     total: Vector
@@ -56,11 +56,11 @@ class Collective(Stateful):
     Attributes:
         operation: the reduction.  Elements that a sparse vector does not store have the operation's
             neutral element as their value.
-        result: the kind of total, which determines the lower bound that costs are compared with.
+        result: the kind of total, which determines the lower bound with which costs are compared.
         by_runs: whether the collective reads a dense vector only through ``DenseVector.run``, never
             as a whole.
-        order: order of the float additions.  "rank": the total is, bit for bit, the left fold in rank
-            order of the delivered vectors; "tree": another order, the same on every run.
+        order: order of the float additions.  "rank": the total is bit-identical to a left fold of the
+            delivered vectors in rank order; "tree": a different order, which is the same on every run.
     """
 
     operation: Reduction = SUM
@@ -70,15 +70,15 @@ class Collective(Stateful):
 
     @property
     def whole(self) -> bool:
-        """Whether the next call takes the whole vector, without selection."""
+        """Whether the next call needs the whole vector, without selection."""
         return self.result == "whole"
 
     def explain(self) -> str | None:
-        """Return the method in use and why it was chosen, or None if there is only one method."""
+        """Return a text that gives the method in use and why; None if there is only one method."""
         return None
 
     def expect(self, entries: int, total: int | None) -> None:
-        """Take note of sizes that are known before a call; the default ignores them.
+        """Store sizes that are known before a call; the default ignores them.
 
         Args:
             entries: the largest number of entries on any rank; equal on all ranks, like ``total``.
@@ -90,7 +90,7 @@ class Collective(Stateful):
         return self
 
     def cost(self, job: Job) -> Cost | None:
-        """Return the busiest rank's cost of a step, averaged over steps, or None if it is unknown.
+        """Return the cost of a step for the busiest rank, averaged over steps; None if it is unknown.
 
         The docstring of an implementation gives the equation and its source.  The cost excludes
         selection, which the planner adds.
@@ -98,7 +98,7 @@ class Collective(Stateful):
         return None
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the most words that a rank sends or receives on any step, or None without a promise.
+        """Return a bound on the words that a rank sends or receives in any step; None if there is none.
 
         Args:
             job: the exchange, of two ranks or more.
@@ -113,13 +113,13 @@ class Collective(Stateful):
         Args:
             comm: the group; any ``world_size >= 1``.
             selected: this rank's contribution, ``size`` equal on all ranks; not modified.
-            k: the number of entries asked for, per rank and in the total.
+            k: the intended number of entries, per rank and in the total.
             step: 0-based; a period of p steps starts when ``step % p == 0``.
         """
 
 
 def most_entries(k: int, cap: float | None, size: int) -> int:
-    """Return how many of ``size`` entries may be sent: ``cap * k``, but at least 1 unless k is 0."""
+    """Return how many of ``size`` entries may be sent: ``cap * k``, and at least 1 unless k is 0."""
     if cap is None:
         return size
     # with a small k and a cap below 1, the product rounds to 0, and no entry would ever be delivered
@@ -140,9 +140,9 @@ def check_cap(cap: float | None, where: str) -> None:
 
 # ---- the rank that drops or rounds an entry keeps the difference ------------------------------------
 #
-# The law is accumulated = delivered + residual.  A rank that drops or rounds away part of a sum subtracts
-# that part from its own ``delivered``, no matter which rank selected it.  The part ends up in exactly one
-# residual, and no message has to go back to the ranks that contributed it.
+# The conservation law is accumulated = delivered + residual.  A rank that drops or rounds away part of a
+# sum subtracts this part from its own ``delivered``, no matter which rank selected it.  The part ends up
+# in exactly one residual, and no message has to go back to the ranks that contributed it.
 
 
 def cut(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
@@ -165,7 +165,7 @@ def rounded_off(before: SparseVector, after: SparseVector) -> SparseVector:
 
 def less(vector: SparseVector, parts: Iterable[SparseVector]) -> SparseVector:
     """Return ``vector`` minus all ``parts``, even at elements that ``vector`` does not store."""
-    # A rank may drop sums to which it contributed nothing.  ``delivered`` gets a negative entry there, so
-    # ``accumulated - delivered`` adds the dropped sum to the rank's residual.
+    # A rank may drop sums to which it contributed nothing.  ``delivered`` then gets a negative entry, so
+    # that ``accumulated - delivered`` adds the dropped sum to the rank's residual.
     negative = [SparseVector(p.indices, -p.values, p.size) for p in parts if p.nnz]
     return SparseVector.merge([vector, *negative])

@@ -1,4 +1,4 @@
-"""The cost model of the collectives: the job, the cost for the busiest rank, and lower bounds.
+"""The collectives' cost model: the job, the cost for the busiest rank, and lower bounds.
 
 A message of L bytes takes ``alpha + beta L`` seconds.  **beta is per byte**; the papers, and
 ``Cost.words``, count words of 4 bytes.  A coo entry takes two words: a 32-bit index and a float32 value.
@@ -63,12 +63,12 @@ class Job(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """``ceil(log2 P)``."""
+        """The number of rounds of a logarithmic collective, ``ceil(log2 P)``."""
         return (self.world_size - 1).bit_length()
 
     @property
     def summed(self) -> float:
-        """Entries of the sum over all ranks."""
+        """The number of entries in the sum over all ranks."""
         return self.union(self.world_size)
 
     def union(self, ranks: int) -> float:
@@ -88,20 +88,21 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """Messages, bytes and work of the busiest rank in one call of a collective, or in one phase of it.
+    """The busiest rank's messages, bytes and work in one call of a collective, or in one phase of it.
 
-    Costs of phases add up.  The sum is an upper bound, because the busiest rank may differ per phase.
+    The costs of phases can be added.  The sum is an upper bound, because the busiest rank may not be the
+    same in all phases.
 
     Attributes:
         messages: number of messages that a rank sends in sequence.
         nbytes: volume, the maximum over ranks of max(sent, received).
-        relayed: bytes between other ranks for which a rank waits, in addition to ``nbytes``.
+        relayed: bytes in addition to ``nbytes`` that other ranks exchange while a rank waits for them.
         encoded: number of entries packed.
         decoded: number of entries unpacked and merged.
         dense_bytes: bytes of dense vectors added or copied into place.
-        turns: number of times that a rank works and then waits for the entries of others.
-        together: number of messages whose latency overlaps with that of another message sent at the same
-            time.
+        turns: number of times that a rank works and then waits for other ranks' entries.
+        together: number of messages whose latency overlaps with the latency of a message sent at the
+            same time.
 
     Example:
         >>> (Cost(2, 800.0) + Cost(1, 200.0)).words
@@ -121,18 +122,18 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def times(self, factor: float) -> Cost:
-        """Return the cost of ``factor`` calls; 1 / 64 for one call in 64 steps."""
+        """Return the cost of ``factor`` calls, e.g. 1 / 64 per step for one call in 64 steps."""
         return Cost(*(factor * getattr(self, f.name) for f in fields(self)))
 
     @property
     def words(self) -> float:
-        """Volume in the papers' unit of 4 bytes."""
+        """The volume in words, the papers' unit of 4 bytes."""
         return self.nbytes / WORD_BYTES
 
     def seconds(self, alpha: float, beta: float, distance: float = 0.0) -> float:
-        """Return the seconds on the links: alpha per message, beta per byte (in the papers, per word).
+        """Return the seconds on the links: alpha per message, beta per byte (per word in the papers).
 
-        ``distance`` is the part of alpha that is paid only once for messages sent together.
+        ``distance`` is the part of alpha that is counted only once for messages sent together.
         """
         latency = self.messages * alpha - self.together * distance
         return latency + (self.nbytes + self.relayed) * beta
@@ -143,7 +144,7 @@ def allreduce(elements: int, world_size: int, element_bytes: int = WORD_BYTES) -
 
     A block has ``ceil(elements / P)`` elements.
     """
-    # count every rank as the busiest one, which sends the widest block
+    # assume that every rank sends the widest block, as the busiest one does
     width = -(-elements // world_size)
     rounds = (world_size - 1).bit_length()
     return Cost(2 * rounds, 2 * (world_size - 1) * width * element_bytes)
@@ -168,8 +169,8 @@ def expected_union(k: float, size: int, ranks: int) -> float:
         return 0.0
     if k >= size:
         return float(size)
-    # at small densities 1 - (1 - k / N)^P would suffer from cancellation, and so would the sum as
-    # printed, whose large terms alternate in sign
+    # at small densities, 1 - (1 - k / N)^P would suffer from cancellation.  So would the sum in the
+    # paper, because its large terms alternate in sign.
     return -size * math.expm1(ranks * math.log1p(-k / size))
 
 
@@ -185,9 +186,9 @@ def lower_bound_words(k: float, world_size: int) -> float:
 
 
 def lemma_5_1_words(k: float, world_size: int, *, disjoint: bool) -> float:
-    """Return the fewest words of any sparse allreduce by SparCML's Lemma 5.1, which counts only values.
+    """Return SparCML's Lemma 5.1, a lower bound on any sparse allreduce's words; only values count.
 
-    They are ``(P - 1) k`` for disjoint supports, and ``2 k (P - 1) / P`` for equal ones.
+    It is ``(P - 1) k`` for disjoint supports, and ``2 k (P - 1) / P`` for equal ones.
     """
     return float((world_size - 1) * k) if disjoint else lower_bound_words(k, world_size)
 
@@ -195,7 +196,7 @@ def lemma_5_1_words(k: float, world_size: int, *, disjoint: bool) -> float:
 def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> float:
     """Return ``2 / kappa``, the largest speedup by sparsity alone (SparCML, after Lemma 5.2).
 
-    This limit holds for sums that turn dense.  kappa is delta / N, the density above which a dense
+    This limit holds for sums that become dense.  kappa is delta / N, the density above which a dense
     message is shorter than a sparse one: ``value_bytes / (index_bytes + value_bytes)``.
 
     Example:
@@ -206,14 +207,14 @@ def lemma_5_2_speedup(index_bytes: int = 4, value_bytes: int = WORD_BYTES) -> fl
 
 
 def sum_bound_words(job: Job) -> float:
-    """Return the fewest words per rank of any lossless sum, by SparCML's Lemmas 5.1 and 5.2.
+    """Return a lower bound on the words per rank of any lossless sum (SparCML, Lemmas 5.1 and 5.2).
 
     A sum of K entries takes ``k + K (P - 2) / P`` values, averaged over ranks: an index that c ranks
     hold takes c - 1 transfers to be summed and P - 1 to be distributed.  The two cases of Lemma 5.1 are
     K = k and K = k P; the paper states no bound for values of K in between.
 
-    If the sum is dense, the bound is delta words, which include the indices of entries sent in COO.
-    Here delta is the number of entries above which a vector is dense (Lemma 5.2).
+    If the sum is dense, the bound is delta words, including the indices of entries sent in COO.  Here
+    delta is the number of entries above which a vector is dense (Lemma 5.2).
 
     Example:
         >>> [sum_bound_words(Job(10**6, 1000, 8, result=K)) for K in (8000, 1000)]

@@ -1,4 +1,4 @@
-"""Dense allreduce: the baseline for all comparisons."""
+"""Dense allreduce, the baseline of all comparisons."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Dense"]
 class Dense(Collective):
     """Sums whole vectors: reduce-scatter, then allgather (Rabenseifner's algorithm).
 
-    A transport with a native allreduce (gloo, NCCL) uses that instead.  All replicas of a run are equal;
-    runs on different transports agree up to rounding.
+    A transport with a native allreduce (gloo, NCCL) uses it instead.  In one run, all replicas are
+    equal; runs on different transports agree up to rounding.
 
     Cost: 2 ceil(log2 P) messages; 2 n (P - 1) / P words sent and received.
     State: none.   Differs from the paper: any P, on a circulant graph instead of a hypercube.
@@ -42,10 +42,10 @@ class Dense(Collective):
     def overwriting(cls) -> Dense:
         """Return an instance whose total overwrites ``selected``.
 
-        Only a reducer's plan may use it, because there ``selected`` is the accumulated gradient and all
-        of it is delivered.
+        Only a reducer's plan may use it: there, ``selected`` is the accumulated gradient, and all of it
+        is delivered.
         """
-        # set here, because the constructor's arguments become options of presets
+        # this is not a constructor argument, because these become options of presets
         one = cls()
         one._overwrites = True
         return one

@@ -19,8 +19,8 @@ __all__ = ["Halving"]
 
 # Both constants are fitted to benchmarks/fidelity.md at P = 4 and 8.  Their units are a decoding pass
 # and a turn of ``Budgeted``.
-_PASSES = 12  # per entry received: merge, select again, note the dropped ones
-_TURN = 2 / 3  # less than a whole turn, because in each round, a rank waits for only one peer
+_PASSES = 12  # per received entry: merging, selecting again, recording dropped entries
+_TURN = 2 / 3  # less than a whole turn, because a rank waits for only one peer in each round
 
 
 @final
@@ -29,11 +29,11 @@ class Halving(Collective):
 
     This removes the first limitation stated in the Ok-Topk paper: O(P) messages.
 
-    A hash deals elements to P blocks, so the largest k / P entries of a block are nearly the ones that
-    the global top-k has there.  In each round of the reduce-scatter, a rank passes some blocks on, adds
-    the arriving blocks to its own, and keeps the largest k / P entries of each.  Dropped entries stay in
-    the residual of the rank that drops them, even if other ranks contributed to them.  So do the codec's
-    rounding errors.
+    A hash deals elements to P blocks, so a block's k / P largest entries are nearly the same as its
+    entries in the global top-k.  In each round of the reduce-scatter, a rank sends some of its blocks,
+    adds the blocks that it receives to the ones that it keeps, and reduces each to its k / P largest
+    entries.  Dropped entries stay in the residual of the rank that drops them, even if other ranks
+    contributed to them.  The same holds for the codec's rounding errors.
 
     Args:
         codec: wire format (default: packed, bf16).
@@ -60,7 +60,7 @@ class Halving(Collective):
         self.codec = codec or Packed()
 
     def cost(self, job: Job) -> Cost:
-        """Return ``2 k (P - 1) / P`` entries, ``2 log2 P`` messages: blocks of ceil(k / P) entries.
+        """Return ``2 k (P - 1) / P`` entries in ``2 log2 P`` messages, with ceil(k / P) per block.
 
         This is a bound for any input, because blocks need not be full.
 
@@ -80,7 +80,7 @@ class Halving(Collective):
         return Cost(job.rounds, sum(scattered)) + gathered + work
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Run a reduce-scatter with selection after every hop, and then an allgather."""
+        """Run a reduce-scatter that selects again after every hop, and then an allgather."""
         mine = capped(selected, k, 1.0)
         if comm.world_size == 1:
             return Reduced(mine, mine)
@@ -106,25 +106,25 @@ class _Walk:
         local = torch.split(dealt.local, dealt.counts)
         values = torch.split(mine.values[dealt.order], dealt.counts)
         self.dropped: list[SparseVector] = []
-        # every block is cut to its quota from the start, so no message exceeds its capacity
+        # every block is cut to its quota here already, so no message exceeds its capacity
         self.blocks = [
             self._largest(SparseVector(local[owner], values[owner], self.width), owner)
             for owner in ((comm.rank + i) % world_size for i in range(world_size))
         ]
 
     async def reduce_scatter(self) -> None:
-        """Pass blocks on until only this rank's own block, summed over all ranks, is left."""
+        """Send and add blocks until only this rank's own block, summed over all ranks, is left."""
         comm, phase, framing = self.comm, "reduce-scatter", MessageFraming(self.codec)
         # The widest round comes first.  The ``count`` blocks that begin at ``skip`` go to rank + skip,
-        # which numbers them from 0.  This rank keeps the first ``skip`` blocks, and in
-        # the end only block 0.
+        # where they are numbered from 0.  This rank keeps the first ``skip`` blocks and, in the end,
+        # only block 0.
         for skip, count in rounds(comm.world_size):
             span = self.width * count
             passed = self.blocks[skip : skip + count]
             joined = SparseVector.join(
                 [block.embed(self.width * i, span) for i, block in enumerate(passed)]
             )
-            # one message, and one header, for all blocks of a round
+            # all blocks of a round are sent as one message with one header
             encoded = self.codec.encode(joined)
             self._note_rounding(joined, encoded.decoded, first=skip)
             source, dest = (
@@ -149,7 +149,8 @@ class _Walk:
     async def allgather(self) -> SparseVector:
         """Collect all ranks' own blocks; return the total."""
         comm = self.comm
-        # round and decode this rank's own block as the other ranks do, so that totals are bit-identical
+        # this rank's own block must be rounded and decoded as on the other ranks, so that all totals are
+        # bit-identical
         encoded = self.codec.encode(self.blocks[0])
         self._note_rounding(self.blocks[0], encoded.decoded, first=0)
         most = min(self.quota, self.width)
@@ -185,8 +186,8 @@ class _Walk:
         """Return a block's entries with their indices in the whole vector."""
         indices = kernels.undeal(block.indices, owner, self.comm.world_size)
         # A block has room for ceil(n / P) elements, and the last ones may lie beyond the end of the
-        # vector.  No honest sender uses those.  The codec knows only the block, so it cannot refuse
-        # them.
+        # vector.  No correct sender uses their indices, but the codec cannot refuse them, because it
+        # knows only the block.
         if indices.numel() and int(indices[-1]) >= self.mine.size:
             raise WireFormatError(
                 f"an element beyond the vector's {self.mine.size} was sent; "

@@ -27,11 +27,12 @@ class Quantised(Collective):
 
     Every rank owns a region, which starts and ends at block boundaries.
 
-    1. Every rank sends each owner its region, quantised; the owner adds them to its own, unrounded share.
+    1. Every rank sends each owner its quantised part of the owner's region; the owner adds these parts to
+       its own, unrounded part.
     2. Every owner sends the quantised sum to all ranks; the decoded sums are the total.
 
-    The rank that rounds keeps the error: in the first round it stays in the sender's residual, in the
-    second round in the owner's.
+    The rank that rounds keeps the error in its residual: the sender in the first round, the owner in the
+    second.
 
     Args:
         bits: bits per element: 1, 2, 3, 4 or 8 (see ``LloydMax``), or 16 for bf16 without scales.
@@ -63,9 +64,9 @@ class Quantised(Collective):
         self.block = block
 
     def cost(self, job: Job) -> Cost:
-        """Return ``2 (P - 1)`` messages of one region each, assuming the widest if regions differ.
+        """Return ``2 (P - 1)`` messages of one region each; if regions differ, of the widest.
 
-        Quantising reads and writes every element; arriving regions are added in both rounds.
+        Quantising reads and writes every element; received regions are added in both rounds.
 
         Example:
             >>> Quantised(bits=2, block=256).cost(Job(10**6, k=10, world_size=4)).words
@@ -86,14 +87,14 @@ class Quantised(Collective):
         if not isinstance(selected, DenseVector):
             selected = DenseVector(selected.to_dense())
         if comm.world_size == 1:
-            # copy the total: it outlives the step, but a vector that is read by runs changes when the
-            # step ends
+            # copy the total: it is used after the step, but a vector that is read by runs changes at the
+            # end of the step
             return Reduced(DenseVector(selected.values), selected)
         codec, framing, rank = self.codec, MessageFraming(self.codec), comm.rank
         widths = self._widths(selected.size, comm.world_size)
         starts = [0, *accumulate(widths)]
         like = selected.run(0, 0)
-        # a run consists of whole blocks, and is so short that memory does not grow with n
+        # a run consists of whole blocks, and its length is limited so that memory does not grow with n
         most = max(run_length(like) // codec.step, 1) * codec.step
         lengths = [codec.nbytes(width, width, like.dtype) for width in widths]
         with comm.stage("pack"):
@@ -127,9 +128,9 @@ class Quantised(Collective):
             opened = [self._opened(message, width, like) for message, width in pairs]
             finite = all(message.is_finite() for message in opened)
             total = _Coded(codec, opened, widths, like, most, finite=finite)
-            # For its own region, a rank delivers the decoded sum minus the others' parts.  The parts
-            # of all ranks then add up to the total, and the rounding error of the sum is in this
-            # rank's residual.  1-bit Adam stores this error separately, at the server.
+            # In its own region, a rank delivers the decoded sum minus the other ranks' parts.  All ranks'
+            # parts then add up to the total, and the sum's rounding error is in this rank's residual.
+            # 1-bit Adam stores this error separately, at the server.
             payloads[rank] = payload
             sent = [codec.open(p, w) for p, w in zip(payloads, widths, strict=True)]
             delivered = _Coded(codec, sent, widths, like, most, less=(rank, others))
@@ -141,8 +142,8 @@ class Quantised(Collective):
         return self.codec.open(message, size)
 
     def _widths(self, size: int, world_size: int) -> list[int]:
-        """Return the number of elements per region: whole blocks, except in the last."""
-        # the elements of a block share one scale, so no block is cut in two
+        """Return the number of elements in each region: whole blocks, except in the last."""
+        # the elements of a block share one scale, so no block may be cut in two
         blocks = -(-size // self.block)
         cuts = [min(blocks * r // world_size * self.block, size) for r in range(world_size + 1)]
         return [high - low for low, high in pairwise(cuts)]
@@ -170,13 +171,13 @@ class _Sum:
 class _Coded(DenseVector):
     """A vector kept as encoded messages, one per region; runs are decoded on every access.
 
-    It needs little memory, and can be written, divided or subtracted in one pass.  In the region named
-    in ``less``, the vector is the message minus a sum of other messages.  ``finite`` promises that no
-    message contains NaN or Inf.
+    It needs little memory, and can be written, divided or subtracted in one pass.  In the region given in
+    ``less``, the vector is the message minus the sum of several other messages.  ``finite`` asserts that
+    no message contains NaN or Inf.
     """
 
-    # On the CPU, writing a vector to fresh memory takes as long as seven passes over it, because the
-    # system clears its pages one by one.  2-bit messages need a sixteenth of the memory (measured:
+    # On the CPU, writing a vector to new memory takes as long as seven passes over it, because the
+    # system clears the pages one by one.  2-bit messages need a sixteenth of the memory (measured in
     # docs/design-notes.md).
 
     def __init__(
@@ -201,7 +202,7 @@ class _Coded(DenseVector):
 
     @property
     def size(self) -> int:
-        """Number of elements n."""
+        """The number of elements n."""
         return sum(self._widths)
 
     nnz = size
@@ -243,7 +244,7 @@ class _Coded(DenseVector):
             step = self._codec.step
             whole = (first - low) % step == 0 and ((last - low) % step == 0 or last == low + width)
             in_place = whole and self.dtype == dense.dtype == torch.float32
-            # a region that is not decoded in place needs a buffer, which is small because runs are short
+            # a region that is not decoded in place needs a buffer, which is small if runs are short
             most = width if in_place and not self._others(rank) else self._most
             for begin, end in runs(last - first, self._like, most):
                 part = slice(first - start + begin, first - start + end)
@@ -254,13 +255,13 @@ class _Coded(DenseVector):
             low += width
 
     def _others(self, rank: int) -> Sequence[Opened]:
-        """Return the messages that are subtracted in the region of a rank."""
+        """Return the messages that are subtracted in a rank's region."""
         return self._less[1].messages if self._less is not None and self._less[0] == rank else ()
 
     def _decode_run(
         self, rank: int, start: int, into: Tensor, divisor: int, *, add: bool, plus: Tensor | None
     ) -> None:
-        """Decode elements of a region, beginning at ``start``."""
+        """Decode elements of a rank's region, beginning at ``start``, into ``into``."""
         width, step, others = self._widths[rank], self._codec.step, self._others(rank)
         stop = start + into.numel()
         first, last = start // step * step, min(-(-stop // step) * step, width)
@@ -276,7 +277,7 @@ class _Coded(DenseVector):
 
     def divide_(self, divisor: int) -> None:
         """``self /= divisor``."""
-        # every later decoding applies the divisor, but cached ``values`` would be undivided
+        # decoding applies the divisor from now on, but cached ``values`` would not be divided
         self._divisor *= divisor
         self.__dict__.pop("values", None)
 

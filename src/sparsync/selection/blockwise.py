@@ -23,10 +23,10 @@ class Blockwise(Selector):
 
     A block with fewer nonzero elements contributes fewer; ties go to the lower index.  The last, shorter
     block contributes its share of ``entries``, rounded, but at least one.  The number of selected
-    entries is therefore determined by n, not by k.  With ``entries=None``, it is at least ``min(k, n)``.
-    At a density that is a whole number of entries per block, it exceeds k by at most one, because the
+    entries therefore depends on n, not on k.  With ``entries=None``, it is at least ``min(k, n)``.  If
+    the density amounts to a whole number of entries per block, it exceeds k by at most one, because the
     last block's share is rounded; otherwise, it may exceed k by one per block.  A collective with a cap
-    of 1 then takes the largest k.
+    of 1 then sends only the k largest.
 
     Args:
         entries: entries per block; by default the smallest number that selects k (``per_block``).  If k
@@ -62,8 +62,8 @@ class Blockwise(Selector):
         entries = self.entries or per_block(k, size, block)
         whole = size - size % block
         keys = kernels.magnitude_keys(accumulated)
-        # all whole blocks are rows of one matrix, so that one call sorts them; the remaining elements
-        # are sorted separately
+        # all whole blocks are rows of one matrix, which one call sorts; the remaining elements are sorted
+        # separately
         masks = [_largest(keys[:whole].view(-1, block), entries).flatten()]
         if whole < size:
             part = max(share(entries, size - whole, block), 1)
@@ -73,7 +73,7 @@ class Blockwise(Selector):
 
 
 def share(entries: int, size: int, block: int) -> int:
-    """Return the number of entries for ``size`` elements at ``entries`` per block, rounded half up.
+    """Return the number of entries for ``size`` elements, given ``entries`` per block; halves round up.
 
     Example:
         >>> share(4, 512, 512), share(4, 700, 512), share(1, 256, 512)
@@ -85,8 +85,8 @@ def share(entries: int, size: int, block: int) -> int:
 def per_block(k: int, size: int, block: int) -> int:
     """Return the smallest number of entries per block, at most ``block``, that selects k elements.
 
-    k is itself rounded.  For example, 4 entries per block of 512 give k = 7818 of 1,000,700 elements, so
-    this function must turn 7818 back into 4.
+    k is itself a rounded number.  For example, 4 entries per block of 512 give k = 7818 for 1,000,700
+    elements, so for 7818 this function must return 4.
 
     Example:
         >>> per_block(7818, 1_000_700, 512), per_block(7819, 1_000_700, 512)

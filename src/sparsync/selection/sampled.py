@@ -22,7 +22,7 @@ __all__ = ["Sampled", "SampledState"]
 class SampledState:
     """State carried from step to step."""
 
-    calls: int = 0  # calls of ``select``; together with the seed they determine the next sample
+    calls: int = 0  # number of calls of ``select``, which with the seed determines the next sample
 
 
 @final
@@ -31,16 +31,17 @@ class Sampled(Selector):
 
     The threshold is the smallest magnitude in a top-k of the sample, with k scaled to the sample's size.
     If more than k entries reach it, a second top-k among them leaves exactly k.  If fewer than ``enough
-    * k`` entries reach it, lower thresholds from the same sample are tried (for 2 k, 4 k, ... entries),
-    and finally a selection among all n.  **Between ``min(enough * k, nnz)`` and k entries are selected,
-    always the largest**; ties go to the lower index.
+    * k`` entries reach it, lower thresholds from the same sample are tried (for 2 k, 4 k, ... entries).
+    The last resort is a selection among all n.  **Between ``min(enough * k, nnz)`` and k entries are
+    selected, always the largest**; ties go to the lower index.
 
     Args:
         fraction: fraction of the n elements to sample, with replacement (the paper: 0.001 to 0.01).
-        enough: fraction of k that must reach the threshold (Ok-Topk, section 5.4, uses 3/4).
+        enough: fraction of k entries that must reach the threshold (Ok-Topk, section 5.4, uses 3/4).
         least: on average, the sample contains at least this many of the k largest entries (not in the
-            paper).  With 16, the number of entries that reach the threshold is within a quarter of k two
-            times in three.  If the sample would need all n elements, the selection is exact.
+            paper).  With 16, the number of entries that reach the threshold differs from k by at most a
+            quarter in two cases out of three.  If the sample would need all n elements, the selection is
+            exact.
         seed: seed of the samples, which are the same on every device.
 
     Cost: a sort of ``max(fraction, least / k) * n`` elements, one or two passes over all n, and a top-k
@@ -54,7 +55,7 @@ class Sampled(Selector):
         True
 
     References: Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_, ICLR 2018;
-    RedSync, section 5.2, argues against it.
+    RedSync, section 5.2, which argues against sampling.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Sampled(Selector):
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
         """Return the k largest of the entries that reach the threshold."""
-        # the count is in the state, so a retried step or a resumed run draws the same samples again
+        # the count belongs to the state, so that a retried step or a resumed run draws the same samples
         size, calls = accumulated.numel(), self.state.calls
         self.state = SampledState(calls + 1)
         if k <= 0 or size == 0:
@@ -86,7 +87,7 @@ class Sampled(Selector):
         return largest(accumulated, k)
 
     def _thresholds(self, accumulated: Tensor, k: int, calls: int) -> Iterator[int]:
-        """Yield keys that about k, 2 k, 4 k, ... entries reach; none if the sample would be all n."""
+        """Yield keys that about k, 2 k, 4 k, ... entries reach; yield none if all n must be sampled."""
         size = accumulated.numel()
         count = math.ceil(max(self.fraction, self.least / k) * size)
         if count >= size:

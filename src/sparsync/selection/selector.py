@@ -28,9 +28,9 @@ __all__ = [
     "smallest_key",
 ]
 
-# The number of entries to collect, in units of k.  Error feedback piles entries up just below the
-# threshold: 1.4 k entries reach 99 % of it, 2 k about 95 %, 5.3 k 90 %.  So even a slightly stale
-# threshold selects far too many or too few, and no fixed margin suits all steps.
+# The number of entries to collect, in units of k.  Error feedback accumulates entries right below the
+# threshold: 1.4 k entries reach 99 % of it, 2 k about 95 %, 5.3 k 90 %.  Even a slightly stale threshold
+# therefore selects far too many or too few, and no fixed margin suits all steps.
 _AIM = 2.0
 _NARROWEST, _WIDEST = 1 / 256, 2.0  # limits of the gap, in octaves
 
@@ -38,7 +38,7 @@ _NARROWEST, _WIDEST = 1 / 256, 2.0  # limits of the gap, in octaves
 class Selector(Stateful):
     """Chooses entries of the accumulated gradient; its memory (thresholds, counters) is ``state``."""
 
-    # whether a step's threshold is reused on the next step, unless another rule intervenes
+    # whether a step's threshold is reused on the next step, unless a rule says otherwise
     reuses: bool = False
 
     def for_layers(self, sizes: Sequence[int]) -> Selector:
@@ -56,11 +56,11 @@ class Selector(Stateful):
         return found
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Choose the entries to collect during the accumulating pass, where collecting is almost free.
+        """Choose the entries to collect in the accumulating pass, where collecting costs almost nothing.
 
         This is called before the step's gradients are accumulated.  It returns the smallest magnitude
         to collect, as a key (``kernels.magnitude_keys`` of ``dtype``), and a limit: if more entries
-        reach the magnitude, none are collected.  If it returns None, no entries are collected.
+        reach this magnitude, none are collected.  If it returns None, no entries are collected.
         """
         return None
 
@@ -72,7 +72,7 @@ class Selector(Stateful):
 
         Args:
             accumulated: `[n]`, residual + gradient; any n, including 0.
-            k: number of entries asked for; more than n is legal.
+            k: the intended number of entries; more than n is legal.
             step: 0-based; a period of p steps starts when ``step % p == 0``.
             collected: all entries that ``collect_from`` asked for, or None if there were too many.
                 They save time and do not change the result.
@@ -100,7 +100,7 @@ class Everything(Selector):
 class ExactState:
     """State carried from step to step."""
 
-    threshold_key: int | None = None  # the k-th largest magnitude of the last step; None at first
+    threshold_key: int | None = None  # the last step's k-th largest magnitude; None at first
     drift: int = 0  # smoothed change of the threshold per step
     gap: float = 0.125  # distance below the expected threshold from which to collect, in octaves
 
@@ -109,11 +109,11 @@ class ExactState:
 class Exact(Selector):
     """Selects exactly ``min(k, nnz)`` entries; ties go to the lower index.
 
-    The accumulating pass collects all entries above the expected threshold minus a gap, and exact
-    selection runs only on those.  The gap adapts so that about 2 k entries are collected.  If too few
-    or too many were collected, the step selects among all n, which costs more but is just as exact.
+    The accumulating pass collects all entries above the expected threshold minus a gap, and the exact
+    selection examines only these entries.  The gap adapts so that about 2 k entries are collected.  If
+    too few or too many were collected, the step selects among all n; this costs more but is also exact.
 
-    Cost: n comparisons inside the accumulating pass; a selection among about 2 k.
+    Cost: n comparisons in the accumulating pass, and a selection among about 2 k entries.
     State: ``ExactState``.
     Differs from the paper: deterministic under ties; no sort of n.
 
@@ -128,16 +128,16 @@ class Exact(Selector):
         self.state = ExactState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Collect down to one gap below the expected threshold, up to about twice the intended number."""
+        """Collect from one gap below the expected threshold; allow about twice the intended number."""
         key = self._lowest(dtype)
         return None if key is None or k <= 0 else (key, round(2 * _aim(k)) + 64)
 
     def select(
         self, accumulated: Tensor, k: int, step: int, collected: SparseVector | None = None
     ) -> SparseVector:
-        """Return the k largest."""
-        # The k largest are among the collected entries if there are k of them, or if they are all nonzero
-        # entries.
+        """Return the k largest entries."""
+        # The k largest are among the collected entries if at least k were collected, or if all nonzero
+        # entries were.
         everything = self._lowest(accumulated.dtype) == 1
         if collected is not None and (collected.nnz >= k or everything):
             selected = collected.top(k)
@@ -158,20 +158,21 @@ class Exact(Selector):
     def _adapt(self, selected: SparseVector, collected: int | None, k: int) -> None:
         """Record the threshold; adapt the gap to collect the intended number of entries."""
         last, gap = self.state.threshold_key, self.state.gap
-        if selected.nnz < k:  # fewer than k non-zero entries: collect them all
+        if selected.nnz < k:  # fewer than k entries are nonzero: collect all of them next time
             self.state = ExactState(1, 0, gap)
             return
         threshold = int(kernels.magnitude_keys(selected.values).min())
         if last is not None:
             gap = min(max(gap * _factor(collected, k), _NARROWEST), _WIDEST)
         moved = threshold - last if last is not None and last > 1 else 0
-        # half of a change may be chance; integer arithmetic gives the same state on every platform
+        # halve a change, because part of it may be random; integer arithmetic gives the same state on
+        # every platform
         drift = (self.state.drift + moved) // 2
         self.state = ExactState(threshold, drift, gap)
 
 
 def _aim(k: int) -> float:
-    """Return how many entries to collect: more than 2 k for small k, whose threshold varies more."""
+    """Return how many entries to collect: 2 k and a margin, because small k have varying thresholds."""
     return _AIM * k + 8 * math.sqrt(k)
 
 
@@ -179,7 +180,7 @@ def _factor(collected: int | None, k: int) -> float:
     """Return the factor by which to change the gap; ``collected`` is None if there were too many."""
     if collected is None:
         return 0.5
-    # assumes that the number in excess of k grows with the square of the gap
+    # assume that the number of entries in excess of k grows with the square of the gap
     excess = max(collected - k, 0) / (_aim(k) - k)
     return float(min(max(excess, 0.25) ** -0.5, 2.0) if excess < 1 else max(excess**-0.5, 0.5))
 
@@ -191,7 +192,7 @@ def largest(accumulated: Tensor, k: int) -> SparseVector:
 
 
 def reaching(accumulated: Tensor, key: int, limit: int | None = None) -> SparseVector | None:
-    """Select all entries whose magnitude is at least ``key``; return None if more than ``limit`` are."""
+    """Select all entries with a magnitude of at least ``key``; return None if more than ``limit`` are."""
     found = kernels.find(accumulated, key, limit)
     return None if found is None else SparseVector(*found, accumulated.numel())
 
@@ -202,12 +203,12 @@ def smallest_key(selected: SparseVector) -> int | None:
 
 
 def room(k: int) -> int:
-    """Return how many entries may reach a reused threshold before the collecting pass gives up."""
+    """Return the largest number of entries that the collecting pass keeps for a reused threshold."""
     return 4 * k + 64
 
 
 def mixed_seed(seed: int, step: int) -> int:
     """Return the seed for a step's random numbers."""
-    # not ``seed + step``, because seeds 0 and 1 would draw the same sequence, one step apart
+    # with ``seed + step``, seeds 0 and 1 would draw the same sequence, one step apart
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,9 +1,9 @@
 """Public contract checks: run them on your own selector, codec, collective, transport or averager.
 
 If a check fails, ``check_*`` raises an ``AssertionError`` that names the case.  The ``exercise_*``
-coroutines are the same checks for one rank of any ``Communicator``.  Run them with ``sparsync.simulate``
-or, on a real transport, with ``sparsync.transports.driver.run``; they return digests, which are equal on
-every transport.
+coroutines run the same checks on one rank of any ``Communicator``.  Run them with ``sparsync.simulate``
+or, on a real transport, with ``sparsync.transports.driver.run``.  They return digests, which are equal
+on every transport.
 """
 
 from sparsync.testing.averaging import check_averager

@@ -33,9 +33,9 @@ def check_averager(
         steps: local steps per run.
         preserves_mean: whether every step preserves the mean of the models.
         late: ``late(step, rank)`` returns the seconds of virtual time that a rank takes for a step.
-            Ranks then do not wait for each other between steps, and wait-avoiding schemes average old
-            models: pass ``preserves_mean=False`` for these.  With None, ranks begin and end averages
-            together, so no model is stale.
+            Ranks then do not wait for each other between steps, and wait-avoiding schemes average stale
+            models: pass ``preserves_mean=False`` for these schemes.  With None, ranks begin and end
+            averages together, so no model is stale.
 
     Returns:
         The largest drift of the mean at any step, relative to the largest magnitude in the models.
@@ -50,7 +50,7 @@ def _drift(
     preserves_mean: bool,
     late: Callable[[int, int], float] | None,
 ) -> float:
-    # use float64, because the check to 1e-12 concerns the scheme, and not rounding in float32
+    # use float64, because the check to 1e-12 is about the scheme, not about rounding in float32
     shape = (steps, world_size, 5)
     before, after = (torch.zeros(shape, dtype=torch.float64, device="cpu") for _ in range(2))
 
@@ -76,7 +76,7 @@ def _drift(
             ends.append(await averager.conclude(comm, own[-1].clone(), steps))
         return torch.stack([*ends, *own])
 
-    # [P, 2, 3, n]: the models after each ``conclude``, and before it
+    # [P, 2, 3, n]: the models after and before each ``conclude``
     models = torch.stack(simulate(program, world_size).results).view(world_size, 2, 3, 5)
     for which, end in zip(
         ("", "a second time", "after a load"), models[:, 0].unbind(1), strict=True

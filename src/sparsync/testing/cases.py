@@ -28,7 +28,7 @@ __all__ = [
     "within",
 ]
 
-# one rank, powers of two, and other numbers, for which the rounds of logarithmic collectives differ
+# one rank, powers of two, and numbers for which logarithmic collectives have irregular rounds
 WORLD_SIZES = (1, 2, 3, 4, 7)
 STEPS = 3  # steps per case: the first begins a period, the others reuse its thresholds
 
@@ -52,7 +52,7 @@ _SIZE = 499  # a prime number, which no world size divides
 
 
 def noise(rank: int, world_size: int, step: int, size: int = _SIZE) -> Tensor:
-    """Return independent normal entries per rank and step."""
+    """Return normally distributed entries, independent for every rank and step."""
     # seed the generator, so that the digests of ``exercise_*`` are equal on every transport and machine
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(size, generator=generator, device="cpu")
@@ -120,7 +120,7 @@ def cases() -> list[Case]:
 
 
 def within(difference: Tensor, scale: Tensor, world_size: int) -> bool:
-    """Return whether |difference| <= (P + 2) 2^-24 scale, element-wise, plus P smallest denormals."""
+    """Return whether ``|difference| <= (P + 2) 2^-24 scale + P 2^-149`` for every element."""
     # 2^-24 is the unit roundoff of float32, 2^-149 its smallest denormal
     smallest = 2.0**-149 * world_size
     tolerance = (world_size + 2) * 2.0**-24 * scale.double() + smallest

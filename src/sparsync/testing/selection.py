@@ -33,8 +33,7 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
             where = f"{type(first).__name__}, case '{case.name}', step {step}"
             assert torch.equal(accumulated, before), f"{where}: the input was modified"
             assert selected.size == case.size, f"{where}: wrong size"
-            # collecting entries while accumulating is an optimisation, which must not change the
-            # selection
+            # collecting entries while accumulating is an optimisation that must not change the selection
             if collect is not None:
                 collected = reaching(accumulated, *collect)
                 other = make()
@@ -56,7 +55,7 @@ def check_selector(make: Callable[[], Selector], *, exact: bool = True) -> None:
                 again = second.select(accumulated, case.k, step)
                 assert isinstance(again, SparseVector)
                 assert torch.equal(again.indices, selected.indices), f"{where}: reloaded differs"
-    # a NaN must always be selected, because ranks decide from the total alone whether to refuse a step
+    # a NaN must always be selected, because ranks decide only by the total whether to refuse a step
     broken = noise(0, 1, 0)
     broken[17] = float("nan")
     for step in range(2):

@@ -1,4 +1,4 @@
-"""Contract checks for a collective, and for a whole step with selector, collective and residual."""
+"""Contract checks for a collective, and for whole steps of selector, collective and residual."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def exercise_collective(
     *,
     rounding: bool = False,
 ) -> list[str]:
-    """Run every case on this rank and check it; return one digest of the total per case and step."""
+    """Run and check every case on this rank; return one digest of the total per case and step."""
     digests = []
     selector: Selector = Everything() if make().result == "whole" else Exact()
     wide = [replace(case, dtype=torch.float64) for case in cases()[:2]]
@@ -109,7 +109,7 @@ async def _check_law(
             f"{where}: the total is not the sum of the delivered vectors"
         )
     else:
-        # a codec may round most of an entry away, so rounding errors are relative to the whole entry
+        # a codec may round most of an entry away, so the tolerance is relative to the whole entry
         scale = shares.abs().maximum(given).sum(0) + losses.abs().sum(0)
         assert within(summed - total, scale, comm.world_size), f"{where}: the sum is off"
 
@@ -126,7 +126,7 @@ async def exercise_algorithm(comm: Communicator, algorithm: Algorithm) -> list[s
             where = f"{algorithm.name}, P = {comm.world_size}, case '{case.name}', step {step}"
             gradient = case.make(comm.rank, comm.world_size, step)
             digests.append(await _check_step(comm, reducer, gradient, where))
-    # the smaller density makes k = 1; even then, a NaN must pass every cap
+    # the smaller density gives k = 1; even then, a NaN must not be cut off by any cap
     for density in (0.1, 0.001):
         await _check_refusal(comm, algorithm, density)
     return digests
@@ -155,16 +155,16 @@ async def _check_step(comm: Communicator, reducer: Reducer, gradient: Tensor, wh
     left = accumulated.double().sum(0)
     total = average.to_dense().double() * divisor
     right = total + residuals.double().sum(0) + losses.double().sum(0)
-    # a codec may deliver more than an entry, e.g. a mean; the residual's rounding is relative to the
-    # larger
+    # a codec may deliver more than an entry, e.g. a mean; the residual's rounding error is then relative
+    # to the delivered value
     scale = accumulated.abs().maximum(residuals.abs()).sum(0) + losses.double().abs().sum(0)
-    # + 1, because dividing the average by P rounds once more than the law allows for
+    # + 1, because dividing by P for the average adds a rounding that ``within`` does not include
     assert within(left - right, scale, world_size + 1), f"{where}: mass appeared or was lost"
     return digest(average)
 
 
 async def _check_refusal(comm: Communicator, algorithm: Algorithm, density: float) -> None:
-    """Check that all ranks refuse a NaN on one of them, and that it does not affect later steps."""
+    """Check that all ranks refuse a step if one has a NaN, and that later steps are not affected."""
     case = Case("noise", 499, 40, noise)
     broken, untouched = (_reducer(comm, algorithm, case, density) for _ in range(2))
     for step in range(STEPS):

@@ -21,7 +21,7 @@ from sparsync.wire.coo import Coo
 
 __all__ = ["check_communicator", "check_deadline", "exercise_communicator"]
 
-_LATEST = 10.0  # maximum wait in seconds; generous, because a busy machine wakes threads late
+_LATEST = 10.0  # longest wait in seconds; it is generous, because a busy machine wakes threads late
 
 
 def check_communicator(
@@ -61,10 +61,11 @@ def check_communicator(
 def check_deadline(connect: Callable[[], Sequence[Communicator]]) -> None:
     """Check that waiting for a silent rank ends with an error that names rank, step and phase.
 
-    ``connect`` returns the communicators of two ranks with a short deadline, which this check waits out.
+    ``connect`` returns the communicators of two ranks.  Their deadline should be short, because this
+    check waits for it.
 
     Raises:
-        AssertionError: there is no error, the error is late, or it does not name rank, step and phase.
+        AssertionError: there is no error, or it is late or does not name rank, step and phase.
     """
     waiting, silent = connect()
     started = time.monotonic()
@@ -108,7 +109,7 @@ async def exercise_communicator(comm: Communicator) -> None:
             assert block.tolist() == [r] * lengths[r], f"allgatherv, ring {ring}: block {r}"
     await _check_alltoallv(comm)
     await _check_order(comm)
-    # list members in descending order, so that ranks within the group are not in the global order
+    # list members in descending order, so that ranks in the group are ordered differently than globally
     members = [r for r in range(world_size) if r % 2 == rank % 2][::-1]
     shared = await Subgroup(comm, members).allgather(torch.tensor([rank], device="cpu"), "check")
     assert [int(t) for t in shared] == members, "a group inside is in the order given"
@@ -141,7 +142,7 @@ async def _check_order(comm: Communicator) -> None:
         return
     raw = Raw("control")
     dest, source = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-    # post all receives before any send, because none may depend on the completion of another
+    # post all receives before any send, because no operation may depend on the end of a different one
     receiving = [comm.irecv(source, 1, "check", raw) for _ in range(5)]
     sending = [
         comm.isend(torch.tensor([i], dtype=torch.uint8, device="cpu"), dest, "check", raw)

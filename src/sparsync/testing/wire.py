@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def check_codec(
     codec: Codec[SparseVector], *, contractive: bool = True, spreading: bool = False
 ) -> None:
-    """Check a codec's round trips, sizes, budgets and number, and its refusal of malformed messages.
+    """Check a codec's round trips, sizes, budgets and number, and that it refuses malformed messages.
 
     ``decode`` must return the vector that ``encode`` returned as ``decoded``.  For an exact dtype, this
     is the encoded vector itself.  Otherwise, finite values must stay finite, nonfinite values nonfinite,
@@ -43,7 +43,7 @@ def check_codec(
     number = getattr(codec, "format", None)
     fits = type(number) is int and 1 <= number <= 255
     assert fits, f"{codec!r}: format is {number!r}; choose a number from 128 to 255"
-    # two codecs with one number would decode each other's messages instead of refusing them
+    # two codecs with the same number would decode each other's messages instead of refusing them
     taken = [name for name, row in CODECS.items() if _takes(row, codec)]
     assert not taken, (
         f"{codec!r}: format {number} belongs to {', '.join(taken)}; choose another number"
@@ -54,8 +54,8 @@ def check_codec(
             _check(codec, vector, f"{codec!r}, case '{case.name}', {dtype}", contractive)
     for dtype in _DTYPES:
         _check_extremes(codec, dtype, spreading)
-        # entries are far apart, with many at the end, because the length must not depend on where
-        # they are
+        # entries are far apart, with many at the end, because the length must not depend on their
+        # positions
         indices = torch.cat(
             [
                 torch.tensor([0, 70_000, 140_001], device="cpu"),
@@ -83,7 +83,7 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
     assert encoded.payload.dtype == torch.uint8, f"{where}: payload is not bytes"
     nbytes = codec.nbytes(vector.nnz, vector.size, dtype)
     assert encoded.payload.numel() == nbytes, f"{where}: nbytes is wrong"
-    # gloo pads messages to their sender's capacity, so the header alone must tell where one ends
+    # gloo pads messages to their sender's capacity, so the header alone must determine the length
     longer = torch.cat([encoded.payload, torch.zeros(9, dtype=torch.uint8, device="cpu")])
     assert codec.measure(longer).nbytes == nbytes, f"{where}: measure is wrong"
     decoded = codec.decode(encoded.payload, vector.size)
@@ -106,7 +106,7 @@ def _check(codec: Codec[SparseVector], vector: SparseVector, where: str, contrac
 
 
 def _check_flips(codec: Codec[SparseVector], vector: SparseVector, where: str) -> None:
-    """Check that a message with a flipped bit is refused, or decoded to valid indices."""
+    """Check that a message with a flipped bit is refused or decoded to valid indices."""
     good = codec.encode(vector).payload
     length = good.numel()
     # flip bits in the whole header, in the bytes after it, and in some of the remaining bytes

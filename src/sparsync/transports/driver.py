@@ -409,7 +409,7 @@ def _end(
     # Sockets are closed last, when no thread can be inside libzmq any more.
     over.set()
     jobs.put(None)
-    if threading.current_thread() is thread:  # a job held the last reference; the thread ends after it
+    if threading.current_thread() is thread:  # a job held the last reference and ends first
         return
     thread.join(_IDLE)
     if not thread.is_alive():

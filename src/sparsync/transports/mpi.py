@@ -23,7 +23,7 @@ __all__ = ["MpiCommunicator", "load_mpi"]
 _NAP: Final = (
     0.125  # sleep between checks, as a fraction of the time waited; it bounds how late a wait ends
 )
-_LONGEST_NAP: Final = 0.0005  # seconds; MPI makes progress with large messages only while it is called
+_LONGEST_NAP: Final = 0.0005  # seconds; large messages make progress only while MPI is called
 _LINGER: Final = 1.0  # seconds that ``close`` waits for messages in flight
 # The dtypes that MPI itself reduces.  Floats are only summed there, because MPI's max and min may lose a
 # NaN.

@@ -22,7 +22,7 @@ __all__ = [
     "Whole",
 ]
 
-# one row per codec and form of values; the contract tests check every row
+# one row per codec and, if it has several, per form of its values; the contract tests check every row
 CODECS: Final[Table[Codec[Any]]] = Table(
     "codecs",
     {

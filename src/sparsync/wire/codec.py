@@ -45,7 +45,7 @@ _SHORT, _LONG = struct.Struct("<4BI"), struct.Struct("<4BIQ")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 _CODE_OF = MappingProxyType({dtype: code for code, dtype in enumerate(_DTYPES, start=1)})
 _SIZE_LIMIT = 1 << 32  # elements per region, so indices relative to it fit 32 bits
-_SIZE_BITS = 48  # bits of the long header's second word for the size; the rest is the detail
+_SIZE_BITS = 48  # bits of the long header's second word that hold the size; the rest is the detail
 _BLOCK_LIMIT = 1 << 16  # the header's detail has 16 bits
 
 V = TypeVar("V", bound=Vector)
@@ -67,7 +67,7 @@ class Header(NamedTuple):
         return HEADER_BYTES if self.size is None else LONG_HEADER_BYTES
 
     def pack(self) -> bytes:
-        """Return the header's little-endian bytes: magic, format, dtype, option, count, size and detail.
+        """Return the header as little-endian bytes: magic, format, dtype, option, count, size, detail.
 
         Example:
             >>> list(Header(1, torch.float32, 258).pack())
@@ -107,7 +107,7 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Encoded(Generic[V]):
-    """An encoded vector: the payload to send (uint8), and the vector that the receiver will decode."""
+    """The payload to send (uint8), and the vector that the receiver will decode from it."""
 
     payload: Tensor
     decoded: V
@@ -125,13 +125,13 @@ class Codec(ABC, Generic[V]):
     """
 
     format: ClassVar[int]  # the codec's number in the header; 128 to 255 are for other packages
-    # whether no value is ever rounded; a codec that rounds takes only floating-point values
+    # whether no value is ever rounded; a codec that rounds accepts only floating-point values
     exact: bool = False
     is_dense: ClassVar[bool] = False  # a message has one entry per element
     options: ClassVar[tuple[int, ...]] = (0,)  # legal values of the header's option
     header_bytes: ClassVar[int] = HEADER_BYTES  # or LONG_HEADER_BYTES
     option: int = 0  # the option in the headers of this codec
-    detail: int = 0  # the detail in the headers of this codec; 0 for none
+    detail: int = 0  # the detail in the headers of this codec; 0 if there is none
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"  # no address, because ranks compare options by repr
@@ -140,7 +140,7 @@ class Codec(ABC, Generic[V]):
     def encode(self, vector: V) -> Encoded[V]:
         """Encode a vector, which may have no entries; equal vectors must give equal bytes.
 
-        Finite values must stay finite, and nonfinite values nonfinite.  Rounding must neither create a
+        Finite values must stay finite, and nonfinite values nonfinite: rounding must neither create a
         NaN or Inf nor hide one from the other ranks.  If entries share a scale, one nonfinite entry may
         make the others nonfinite (``spreading`` in ``check_codec``).
         """
@@ -150,22 +150,22 @@ class Codec(ABC, Generic[V]):
         """Decode one whole message as a vector of ``size`` elements.
 
         Raises:
-            WireFormatError: the codec never writes such bytes, or the vector has another size.
+            WireFormatError: the codec never writes such bytes, or the vector's size is not ``size``.
         """
 
     @abstractmethod
     def layout(self, header: Header) -> Parts:
-        """Return the exact number of bytes, by purpose, of the message with this header."""
+        """Return the exact number of bytes of the message with this header, split by purpose."""
 
     def header(self, nnz: int, size: int, dtype: torch.dtype) -> Header:
-        """Return the header of a message."""
+        """Return the header of a message with ``nnz`` of ``size`` elements."""
         entries = size if self.is_dense else nnz
         if self.header_bytes == HEADER_BYTES:
             return Header(self.format, dtype, entries, self.option)
         return Header(self.format, dtype, entries, self.option, size, self.detail)
 
     def is_legal(self, header: Header) -> bool:
-        """Return whether this codec writes such headers; the caller has checked format, option, count."""
+        """Return whether this codec writes such a header; the caller checks format, option and count."""
         return (header.detail > 0) == (self.detail > 0)
 
     def seeded(self, rank: int, step: int) -> Codec[V]:
@@ -188,15 +188,15 @@ class Codec(ABC, Generic[V]):
     # ---- sizes ----
 
     def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
-        """Return the exact bytes of a message by purpose, without encoding it."""
+        """Return the exact number of bytes of a message, split by purpose, without encoding it."""
         return self.layout(self.header(nnz, size, dtype))
 
     def nbytes(self, nnz: int, size: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return the exact bytes of a message without encoding it."""
+        """Return the exact number of bytes of a message, without encoding it."""
         return self.parts(nnz, size, dtype).nbytes
 
     def measure(self, buffer: Tensor) -> Parts:
-        """Return the bytes of the message at the start of ``buffer``, read from its header."""
+        """Return the number of bytes, by purpose, of the message at the start of ``buffer``."""
         return self.layout(self.read_header(buffer))
 
     def entries_within(self, nbytes: int, size: int, dtype: torch.dtype = torch.float32) -> int:
@@ -215,7 +215,7 @@ class Codec(ABC, Generic[V]):
     # ---- for implementations ----
 
     def start(self, vector: V) -> bytes:
-        """Return the packed header of a vector's message; refuse vectors that the codec cannot encode."""
+        """Return the bytes of a message's header; refuse a vector that the codec cannot encode."""
         values, size = vector.values, vector.size
         name = type(self).__name__
         if values.dim() != 1:
@@ -234,7 +234,7 @@ class Codec(ABC, Generic[V]):
 
     @staticmethod
     def message(start: bytes, *pieces: Tensor) -> Tensor:
-        """Return a whole message: its header, then the bytes of 1-D tensors of any dtype."""
+        """Join a message's header and the bytes of 1-D tensors of any dtype; return the message."""
         header = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         return torch.cat([header.to(pieces[0].device), *map(bytes_of, pieces)])
 
@@ -265,7 +265,7 @@ class Codec(ABC, Generic[V]):
         return header
 
     def body(self, payload: Tensor, size: int) -> tuple[Header, Tensor]:
-        """Return the header and the rest of a whole message, after checking its length and region."""
+        """Check a whole message's length and region; return its header and the bytes after it."""
         header = self.read_header(payload)
         expected = self.layout(header).nbytes
         if payload.numel() != expected:
@@ -282,10 +282,10 @@ class Codec(ABC, Generic[V]):
 
 
 class Writer(Protocol):
-    """Writes ``values`` to a message, from element ``start`` on; given ``more``, it writes their sum."""
+    """Writes values, or the sum of two vectors, to a message."""
 
     def __call__(self, start: int, values: Tensor, more: Tensor | None = None) -> None:
-        """Write these elements; leave all others unchanged."""
+        """Write ``values``, plus ``more`` if given, from element ``start`` on; change nothing else."""
 
 
 class Opened(ABC):
@@ -295,24 +295,24 @@ class Opened(ABC):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode elements from ``start`` on, divide them, and write or add them to ``into``."""
+        """Decode elements from ``start`` on, divide them, and write them to ``into`` or add them."""
 
     @abstractmethod
     def is_finite(self) -> bool:
-        """Return whether the message has neither NaN nor Inf."""
+        """Return whether the message contains neither NaN nor Inf."""
 
 
 def decode_as(codec: Codec[V], message: Tensor, size: int, dtype: torch.dtype) -> V:
-    """Decode another rank's message, and refuse values whose dtype is not this rank's."""
-    # A codec decodes to the dtype that the header claims.  With another dtype than this rank's, a later
-    # sum would raise an obscure error or round differently.
+    """Decode a message from another rank; refuse values whose dtype is not this rank's."""
+    # A codec decodes to the dtype that the header claims.  If that is not this rank's dtype, a later sum
+    # would raise an obscure error or round differently.
     vector = codec.decode(message, size)
     _check_dtype(vector.values.dtype, dtype)
     return vector
 
 
 def check_dtype(codec: Codec[Any], message: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a message unless it claims the dtype in which this rank sends values of ``dtype``."""
+    """Refuse a message whose dtype is not the one in which this rank sends values of ``dtype``."""
     _check_dtype(codec.read_header(message).dtype, codec.header(0, 0, dtype).dtype)
 
 
@@ -344,7 +344,7 @@ def check_end(raw: Tensor, bits: int, count: int) -> None:
 def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
     """Divide values and write them to ``into``, or add them to it; the devices may differ."""
     if add:
-        if divisor != 1:  # divided in the wider dtype, as below
+        if divisor != 1:  # divide in the wider dtype, as below
             wide = torch.promote_types(values.dtype, into.dtype)
             values = divide_(values.to(wide, copy=True), divisor)
         into += values.to(into.device)
@@ -354,7 +354,7 @@ def written(values: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
 
 @final
 class MessageFraming(Framing):
-    """The framing of one codec's messages, which reads lengths and parts from their headers."""
+    """The framing of a codec's messages: lengths and parts are read from the headers."""
 
     variable = True
 
@@ -362,11 +362,11 @@ class MessageFraming(Framing):
         self.codec = codec
 
     def length(self, buffer: Tensor) -> int:
-        """Read the length from the header."""
+        """Return the length of the message, as stated by its header."""
         return self.codec.measure(buffer).nbytes
 
     def parts(self, payload: Tensor) -> Parts:
-        """Read the parts from the header."""
+        """Return the length of the message, split by purpose, as stated by its header."""
         return self.codec.measure(payload)
 
 

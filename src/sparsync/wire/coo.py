@@ -1,4 +1,4 @@
-"""The papers' formats: sparse messages (Ok-Topk's COO), dense ones, and streams of either (SparCML)."""
+"""The papers' formats: sparse messages (Ok-Topk's COO), dense ones, and either by size (SparCML)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Coo(Codec[SparseVector]):
 
     Cost: 8 + 8 nnz bytes for float32.   State: none.
     Differs from the paper: indices are relative to the region, so a vector may have more elements than
-    32 bits can index; a message has a header of two words in addition to the "2k words".
+    32 bits can index; in addition to the "2k words", a message has a header of two words.
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 1.0, 0.0]))
@@ -89,7 +89,7 @@ class Whole(Codec[DenseVector]):
         return self.dtype in (None, dtype)
 
     def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
-        """Encode a vector; ``decoded`` holds its values, rounded to ``dtype``, in their own dtype."""
+        """Encode a vector; ``decoded`` holds the rounded values in the vector's dtype."""
         start, values = self.start(vector), vector.values
         sent = values if self.dtype is None else _rounded(values, self.dtype)
         return Encoded(self.message(start, sent), DenseVector(sent.to(values.dtype)))
@@ -111,18 +111,18 @@ class Whole(Codec[DenseVector]):
     step = 1  # runs of a message may start anywhere
 
     def blank(self, size: int, like: Tensor) -> Tensor:
-        """Return an unwritten message of ``size`` elements, with the dtype and device of ``like``."""
+        """Return a message for ``size`` elements, still to be written, on the device of ``like``."""
         start = self.start(DenseVector(like.new_empty(1).expand(size)))  # takes no memory
         return self.message(start, like.new_empty(size, dtype=self.dtype or like.dtype))
 
     def write_(self, payload: Tensor, start: int, values: Tensor) -> None:
-        """Write elements ``[start, start + len(values))`` of a message, and no others."""
+        """Write elements ``[start, start + len(values))`` of a message; change no others."""
         sent = bytes_of(values if self.dtype is None else _rounded(values, self.dtype))
         at = HEADER_BYTES + start * (self.dtype or values.dtype).itemsize
         payload[at : at + sent.numel()] = sent
 
     def writer(self, payload: Tensor) -> Writer:
-        """Return ``write_`` for one blank message; given two tensors, the writer writes their sum."""
+        """Return a ``Writer`` for one blank message, which writes like ``write_``."""
 
         def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
             self.write_(payload, start, values if more is None else values + more)
@@ -139,9 +139,10 @@ class Whole(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start`` on; write quotients to ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start`` on, into ``into``.
 
-        With ``add``, the quotients by ``divisor`` are added to ``into``; otherwise, they overwrite it.
+        The values are divided by ``divisor``.  With ``add``, they are added to ``into``; otherwise, they
+        overwrite it.
         """
         opened = self.open(payload, into.numel() if size is None else size)
         opened.decode_to(into, divisor, add=add, start=start)
@@ -171,11 +172,11 @@ class _OpenedWhole(Opened):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode elements from ``start`` on, divide them, and write or add them to ``into``."""
+        """Decode elements from ``start`` on, divide them, and write them to ``into`` or add them."""
         written(self._values(start, start + into.numel()), into, divisor, add=add)
 
     def is_finite(self) -> bool:
-        """Return whether the message has neither NaN nor Inf."""
+        """Return whether the message contains neither NaN nor Inf."""
         return bool(self._values(0, self._body.numel()).isfinite().all())
 
     def _values(self, start: int, stop: int) -> Tensor:
@@ -185,7 +186,7 @@ class _OpenedWhole(Opened):
 
 @final
 class StreamCodec(Codec[Vector]):
-    """Encodes sparse vectors with one codec and dense vectors with another; the header states which.
+    """Encodes sparse vectors with one codec and dense vectors with a second; the header says which.
 
     Args:
         sparse: codec for sparse vectors (default: ``Coo()``, as in the paper).
@@ -220,8 +221,8 @@ class StreamCodec(Codec[Vector]):
                 "sparse, in [0, 1], or None"
             )
         self.sparse, self.dense, self.factor = sparse or Coo(), dense or Whole(), factor
-        # cached, because a limit takes a bisection and is needed for every region of every step;
-        # seeded copies share the cache
+        # Limits are cached, because each takes a bisection and is needed for every region of every step.
+        # Seeded copies share the cache.
         self._limits: dict[tuple[int, torch.dtype], int] = {}
 
     def __repr__(self) -> str:
@@ -234,7 +235,7 @@ class StreamCodec(Codec[Vector]):
         return twin
 
     def limit(self, size: int, dtype: torch.dtype) -> int | None:
-        """Return the most entries with which ``size`` elements stay sparse, or None for no limit."""
+        """Return the largest number of entries with which a vector stays sparse; None for no limit."""
         if self.factor is None:
             return None
         if (size, dtype) not in self._limits:
@@ -260,7 +261,7 @@ class StreamCodec(Codec[Vector]):
         return self._codec_of(Header.read(payload)).decode(payload, size)
 
     def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:
-        """Return the bytes of the longest message of at most ``nnz`` entries, in either form."""
+        """Return the number of bytes, by purpose, of the longest message of ``nnz`` entries or fewer."""
         limit = self.limit(size, dtype)
         if limit is None or nnz <= limit:
             return self.sparse.parts(min(nnz, size), size, dtype)
@@ -272,7 +273,7 @@ class StreamCodec(Codec[Vector]):
         return self._codec_of(Header.read(buffer)).read_header(buffer)
 
     def layout(self, header: Header) -> Parts:
-        """Return the exact bytes of the message with this header."""
+        """Return the exact number of bytes of the message with this header, split by purpose."""
         return self._codec_of(header).layout(header)
 
     def _codec_of(self, header: Header) -> Codec[SparseVector] | Codec[DenseVector]:
@@ -280,7 +281,7 @@ class StreamCodec(Codec[Vector]):
 
 
 def pack_words(indices: Tensor) -> Tensor:
-    """Return int64 indices below 2^32 as u32."""
+    """Convert int64 indices below 2^32 to u32."""
     return indices.to(torch.uint32)
 
 

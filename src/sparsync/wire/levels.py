@@ -1,4 +1,4 @@
-"""Lloyd-Max levels: dense vectors in 1 to 4 or 8 bits per element, and a bf16 scale per block."""
+"""Lloyd-Max levels: dense vectors with 1 to 4 or 8 bits per element, and a bf16 scale per block."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["LloydMax", "OpenedLevels", "difference_to", "sum_to"]
 @final
 @dataclass(eq=False)
 class LloydMax(Codec[DenseVector]):
-    """Writes one scale per block, and a level of a few bits per element; see ``docs/wire-format.md``.
+    """Writes one scale per block and a few bits per element, its level; see ``docs/wire-format.md``.
 
     An element is divided by its block's root mean square and rounded to the nearest level.  The levels
     minimise the mean square error for a normal distribution: with 1, 2, 3 or 4 bits, it is 36, 12, 3.5
@@ -42,10 +42,10 @@ class LloydMax(Codec[DenseVector]):
     The scale is ``<q, x> / <q, q>``, where q is the vector of the block's levels, so the decoded vector
     is the projection of x onto q.  Neither the decoded vector nor the error is ever longer than x, so
     the residual may keep the error.  The scale is rounded to bf16, because the range of fp16 is too
-    small for gradients.  The rounded scale is at most twice the exact one, so the error still never
-    exceeds the vector; rounding adds less than 4e-6 of the squares.  A block whose scale is below 2^-134
-    is decoded as zeros.  A block with elements near the maximum of their dtype gets a smaller scale, so
-    nothing overflows.
+    small for gradients.  The rounded scale is at most twice the exact one, so the error is still never
+    longer than the vector; rounding adds less than 4e-6 of the squares.  A block whose scale is below
+    2^-134 is decoded as zeros.  If a block has elements near the maximum of their dtype, its scale is
+    reduced so that nothing overflows.
 
     Finite elements stay finite; a NaN or Inf makes its whole block NaN.
 
@@ -79,34 +79,34 @@ class LloydMax(Codec[DenseVector]):
         self.option, self.detail = self.bits, self.block
 
     def encode(self, vector: DenseVector) -> Encoded[DenseVector]:
-        """Encode a vector; ``decoded`` holds levels times scales."""
+        """Encode a vector; ``decoded`` holds the products of levels and scales."""
         payload = self.written(vector.values)
         return Encoded(payload, self.decode(payload, vector.size))
 
     @property
     def step(self) -> int:
-        """Runs of a message start at multiples of this many elements."""
+        """A run of a message must start at a multiple of this number of elements."""
         # a run must start both at the start of a block and at a byte boundary of the codes
         return self.block if self.block % 8 == 0 else 8 * self.block
 
     def blank(self, size: int, like: Tensor) -> Tensor:
-        """Return an unwritten message of ``size`` elements, with the dtype and device of ``like``."""
+        """Return a message for ``size`` elements, still to be written, for the dtype of ``like``."""
         start = self.start(DenseVector(like.new_empty(1).expand(size)))  # takes no memory
         body = self.nbytes(size, size, like.dtype) - len(start)
         return self.message(start, like.new_empty(body, dtype=torch.uint8))
 
     def write_(self, payload: Tensor, start: int, values: Tensor) -> None:
-        """Write elements ``[start, start + len(values))`` of a message, and no others."""
+        """Write elements ``[start, start + len(values))`` of a message; change no others."""
         self.writer(payload)(start, values)
 
     def writer(self, payload: Tensor) -> Writer:
-        """Return ``write_`` for one blank message; given two tensors, the writer writes their sum."""
+        """Return a ``Writer`` for one blank message, which writes like ``write_``."""
         header = self.read_header(payload)
         codes = _codes_of(header, payload[header.nbytes :], _largest_scale(header.dtype, self.bits))
 
         def write(start: int, values: Tensor, more: Tensor | None = None) -> None:
             if more is not None and not values.dtype == more.dtype == torch.float32:
-                # the sum is rounded to their dtype, and only then widened
+                # round the sum to the dtype of the values, and widen it only then
                 values, more = values + more, None
             codes.write_(packing.to_float32(values, packing.FP32), start, more)
 
@@ -136,10 +136,10 @@ class LloydMax(Codec[DenseVector]):
         start: int = 0,
         size: int | None = None,
     ) -> None:
-        """Decode a message of ``size`` elements, or a run from ``start`` on; write quotients to ``into``.
+        """Decode a message of ``size`` elements, or a run from ``start`` on, into ``into``.
 
-        With ``add``, the quotients by ``divisor`` are added to ``into``; otherwise, they overwrite it.
-        This takes one pass if the message and ``into`` are float32.
+        The values are divided by ``divisor``.  With ``add``, they are added to ``into``; otherwise, they
+        overwrite it.  This takes one pass if the message and ``into`` are float32.
         """
         opened = self.open(payload, into.numel() if size is None else size)
         opened.decode_to(into, divisor, add=add, start=start)
@@ -150,7 +150,7 @@ class LloydMax(Codec[DenseVector]):
         return OpenedLevels(header, raw)
 
     def layout(self, header: Header) -> Parts:
-        """Return the bytes of header, scales and codes."""
+        """Return the numbers of bytes of header, scales and codes."""
         count, scales = header.entries, -(-header.entries // header.detail)
         codes = (count * header.option + 7) // 8
         return Parts(LONG_HEADER_BYTES, value=normal_levels.SCALE_BYTES * scales + codes)
@@ -158,12 +158,12 @@ class LloydMax(Codec[DenseVector]):
 
 @final
 class OpenedLevels(Opened):
-    """A checked message of levels; its bytes are not checked again when runs are decoded."""
+    """A checked message of levels; decoding a run does not check its bytes again."""
 
     def __init__(self, header: Header, raw: Tensor) -> None:
         self.header, self.dtype = header, header.dtype
         self.codes = _codes_of(header, raw)
-        # Levels are signed, so a negative scale would be a second encoding of the same block and is
+        # Levels are signed, so a negative scale would be a second encoding of the same block, and is
         # refused.  The sign of a little-endian bf16 is the top bit of its second byte.
         if bool((self.codes.scales[1::2] >= 0x80).any()):
             raise WireFormatError("a message of levels has a scale below zero; it is corrupt")
@@ -172,7 +172,7 @@ class OpenedLevels(Opened):
     def decode_to(
         self, into: Tensor, divisor: float = 1.0, *, add: bool = False, start: int = 0
     ) -> None:
-        """Decode elements from ``start`` on, divide them, and write or add them to ``into``.
+        """Decode elements from ``start`` on, divide them, and write them to ``into`` or add them.
 
         This takes one pass if the message and ``into`` are float32.
         """
@@ -195,7 +195,7 @@ class OpenedLevels(Opened):
             )
 
     def is_finite(self) -> bool:
-        """Return whether the message is free of NaN and Inf, judging by its scales."""
+        """Return whether the message contains neither NaN nor Inf, judging by its scales."""
         # the levels need not be decoded: NaN and Inf make a block's scale NaN, and finite scales are
         # limited so that no level overflows
         largest = _largest_scale(self.dtype, self.header.option)
@@ -214,8 +214,8 @@ def difference_to(
 ) -> None:
     """Write ``(message - sum(less)) / divisor``, from element ``start`` on, to ``into``.
 
-    With ``add``, ``plus`` and then this quotient are added to ``into`` instead.  If all messages are
-    float32 and have the same bits and block length, this takes one pass.
+    With ``add``, ``into`` is not overwritten: ``plus`` and then this quotient are added to it.  If all
+    messages are float32 and have the same bits and block length, this takes one pass.
     """
     levels = [m for m in (message, *less) if isinstance(m, OpenedLevels)]
     all_levels = len(levels) == 1 + len(less) and all(m.dtype == torch.float32 for m in levels)
@@ -238,10 +238,11 @@ def difference_to(
 
 
 def sum_to(into: Tensor, messages: Sequence[Opened], start: int = 0, *own: Tensor) -> None:
-    """Write the messages' sum, in their order, plus ``own``, from element ``start`` on, to ``into``.
+    """Write the sum of the messages, from element ``start`` on, plus ``own``, to ``into``.
 
-    ``own`` is at most two vectors; if there are two, the first may be overwritten by their sum.  If all
-    messages are float32 and have the same bits and block length, this takes one pass.
+    Messages are added in the given order.  ``own`` is at most two vectors; if there are two, their sum
+    may overwrite the first.  If all messages are float32 and have the same bits and block length, this
+    takes one pass.
     """
     levels = [m for m in messages if isinstance(m, OpenedLevels) and m.dtype == torch.float32]
     if levels and len(levels) == len(messages) and into.dtype == torch.float32:

@@ -1,6 +1,6 @@
-"""Write, sum and join messages of regions.
+"""Write, sum and join messages for regions.
 
-Each function is a codec combined with cutting, merging or joining vectors.  For float32 values in coo
+Each function combines a codec with cutting, merging or joining vectors.  For float32 values in coo
 and packed messages on the CPU, a C++ pass (``native/messages.cpp``) gives the same bits without the
 intermediate vectors.  If C++ finds a malformed message, the Python code repeats the work and raises a
 detailed error.
@@ -26,7 +26,7 @@ __all__ = ["encode_regions", "join_messages", "sum_messages"]
 def encode_regions(
     codec: Codec[SparseVector], vector: SparseVector, boundaries: Sequence[int], own: int
 ) -> tuple[list[Tensor], SparseVector]:
-    """Return a message per region, empty for ``own``, and the unrounded entries of the own region.
+    """Return a message per region, empty for ``own``, and the unrounded entries in region ``own``.
 
     Example:
         >>> v = SparseVector.from_dense(torch.ones(4))
@@ -34,8 +34,8 @@ def encode_regions(
         >>> [m.numel() for m in messages], mine.size
         ([0, 32], 1)
     """
-    # only exact codecs use C++, because it does not return the rounded values, which the sender's
-    # residual would need
+    # only exact codecs use C++: a codec that rounds must return the rounded values for the sender's
+    # residual, but the C++ code does not
     layout = _layout(codec, [vector])
     if layout is None or not codec.is_exact(torch.float32):
         parts = vector.split(boundaries)
@@ -53,7 +53,7 @@ def encode_regions(
 def sum_messages(
     codec: Codec[SparseVector], shares: Sequence[SparseVector | Tensor], like: SparseVector
 ) -> SparseVector:
-    """Sum one region's messages and vectors, as a left fold in the given order; drop zero sums.
+    """Sum one region's messages and vectors by a left fold in the given order; drop zero sums.
 
     ``like`` is any vector of the region, on the result's device.
     """
@@ -67,7 +67,7 @@ def sum_messages(
             else (share.indices.contiguous(), share.values.contiguous())
             for share in shares
         ]
-        # None means that a message is malformed; the Python code below finds it again and raises an
+        # None means that a message is malformed; the Python code below decodes it again and raises the
         # error
         summed = native.fold_messages(given, layout, like.size)
         if summed is not None:

@@ -1,10 +1,10 @@
-"""Packed format: 8 to 12 bits per index and 8 to 32 per value, compared with 64 per entry in coo.
+"""Packed format: 8 to 12 bits per index and 8 to 32 per value, where coo uses 64 per entry.
 
 ``encode_dealt``, ``decode_sum`` and ``decode_undealt`` combine a codec with dealing (``kernels.deal``)
-and merging.  For packed float32 on the CPU each is a single C++ pass (``native/exchange.cpp``) with the
-same bits, because eight ranks on two cores would spend most of their time on the intermediate tensors.
-If C++ finds a malformed message, or more entries than a message may hold, the Python code repeats the
-work.
+and merging.  For packed float32 on the CPU, each of them is a single C++ pass (``native/exchange.cpp``)
+with the same bits, because eight ranks on two cores would spend most of their time on the intermediate
+tensors.  If C++ finds a malformed message, or more entries than a message may hold, the Python code
+repeats the work.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Packed(Codec[SparseVector]):
     zero are kept.  The caller keeps the difference in the residual.
 
     Args:
-        values: "bf16" sends the nearest bfloat16, ties to even, but finite values stay finite;
+        values: "bf16" sends the nearest bfloat16 (ties go to even), but keeps finite values finite;
             "int8" sends multiples of ``max |x| / 127`` over ``block`` consecutive entries, where a
             NaN or Inf entry arrives as NaN and does not affect its block's scale; "fp32" sends
             float32.
@@ -102,17 +102,17 @@ class Packed(Codec[SparseVector]):
         return Encoded(payload, SparseVector(vector.indices, rounded, size))
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode a message; check all bits except those of the values, which may be anything."""
+        """Decode a message; check all bits except the bits of the values, which may be anything."""
         header, body = self.body(payload, size)
         indices, values = packing.unpack(body, header.entries, size, header.option, header.detail)
         return SparseVector(indices, values.to(header.dtype), size)
 
     def is_legal(self, header: Header) -> bool:
-        """Return whether the header has a block length if and only if values are int8."""
+        """Return whether the header is legal: it has a block length if and only if values are int8."""
         return (header.detail > 0) == (header.option == packing.INT8)
 
     def layout(self, header: Header) -> Parts:
-        """Return 16 bytes of header plus the bytes of indices and values."""
+        """Return 16 bytes of header, and the numbers of bytes of indices and values."""
         _, _, nnz, form, size, block = header
         assert size is not None
         return Parts(
@@ -124,11 +124,11 @@ class Packed(Codec[SparseVector]):
 
 
 class Parcels(NamedTuple):
-    """The messages of a rank to all owners, and the share that it keeps."""
+    """A rank's messages to all owners, and the share that it keeps."""
 
     messages: list[Tensor]  # one per owner; empty for the rank itself
-    arriving: Tensor  # [nnz] the values that owners see; 0 if an entry did not fit its message
-    own: SparseVector  # the rank's own share, indexed within its owner, not rounded
+    arriving: Tensor  # [nnz] the values that owners see; 0 for entries that did not fit a message
+    own: SparseVector  # the rank's own share, not rounded, with indices within the share
 
 
 def encode_dealt(
@@ -136,8 +136,8 @@ def encode_dealt(
 ) -> Parcels:
     """Deal a vector's entries to their owners, and encode a message for every owner except ``rank``.
 
-    Each of the P owners has ``ceil(size / P)`` elements.  A message holds at most ``limit`` entries; if
-    there are more, it holds the largest.
+    Each of the P owners has ``ceil(size / P)`` elements.  A message holds at most ``limit`` entries: if
+    there are more, the largest.
 
     Example:
         >>> from sparsync.wire import Coo
@@ -179,7 +179,7 @@ def encode_dealt(
 def decode_sum(
     codec: Codec[SparseVector], messages: Sequence[Tensor], rank: int, own: SparseVector, k: int
 ) -> SparseVector:
-    """Sum the messages of all ranks and this rank's own share, and keep the k largest sums.
+    """Sum all ranks' messages and this rank's own share, and keep the k largest sums.
 
     The sum is a left fold in rank order, with this rank's share in place of its message.  The bits of
     the sum depend neither on the order in which messages arrive nor on the rank that owns the region.
@@ -211,8 +211,8 @@ def decode_undealt(
     Returns:
         The total, and the part of it that ``rank`` delivered.  This part consists of two vectors: the
         entries that it ``sent``, as the owners decoded them, and the rounding error of its own message,
-        which holds the sums of its region (``share``).  The owner of a region accounts for the rounding
-        of that region's sums.
+        which holds the sums of its region (``share``).  So the owner of a region accounts for the
+        rounding of that region's sums.
     """
     size, width, device = sent.size, share.size, share.values.device
     if _in_cpp(codec, share, messages):
@@ -227,8 +227,8 @@ def decode_undealt(
         if owner == rank:
             added = piece.values - share.values
         indices = kernels.undeal(piece.indices, owner, len(messages))
-        # an owner's last index may be beyond the vector, because P regions of ceil(size / P) elements
-        # have up to P - 1 elements too many
+        # P regions of ceil(size / P) elements have up to P - 1 elements too many, so a message's last
+        # index may lie beyond the end of the vector
         if indices.numel() and int(indices[-1]) >= size:
             raise WireFormatError(
                 f"rank {owner} sent an element beyond the vector's {size}; it is corrupt or hostile"
@@ -243,12 +243,12 @@ def decode_undealt(
 def _in_cpp(
     codec: Codec[SparseVector], vector: SparseVector, messages: Sequence[Tensor] = ()
 ) -> TypeGuard[Packed]:
-    """Return whether C++ supports the codec and the tensors."""
+    """Return whether the C++ kernels can handle this codec and these tensors."""
     return isinstance(codec, Packed) and in_cpp([vector], messages)
 
 
 def in_cpp(vectors: Sequence[SparseVector], messages: Sequence[Tensor]) -> bool:
-    """Return whether C++ supports these vectors and messages."""
+    """Return whether the C++ kernels can handle these vectors and messages."""
     return all(
         kernels.backend_of(vector.values) is native
         and kernels.backend_of(vector.indices, dtype=torch.int64) is native
@@ -257,7 +257,7 @@ def in_cpp(vectors: Sequence[SparseVector], messages: Sequence[Tensor]) -> bool:
 
 
 def _style(codec: Packed, width: int) -> native.Style:
-    """Return the parameters with which C++ writes float32 messages for regions of ``width`` elements."""
+    """Return the parameters for C++ to write float32 messages for regions of ``width`` elements."""
     header = codec.header(0, width, torch.float32)
     first, second = struct.unpack("<2Q", header.pack())
     return first, second, header.option, header.detail, width

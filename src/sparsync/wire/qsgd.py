@@ -28,7 +28,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(eq=False)
 class _Quantised(Codec[V]):
-    """The common part of the dense and the sparse QSGD codec."""
+    """What the dense and the sparse QSGD codec have in common."""
 
     options = tuple(bits + flags for bits in _BITS for flags in (0, 16, 32, 48))
     header_bytes = LONG_HEADER_BYTES
@@ -50,13 +50,13 @@ class _Quantised(Codec[V]):
         self.detail = self.block
 
     def seeded(self, rank: int, step: int) -> Codec[V]:
-        """Return a copy that draws random numbers for this rank and step."""
+        """Return a copy whose random numbers depend on this rank and step."""
         twin = copy.copy(self)
         twin.source = rank, step
         return twin
 
     def layout(self, header: Header) -> Parts:
-        """Return the bytes of header, scales and codes."""
+        """Return the numbers of bytes of header, scales and codes."""
         count, scales = header.entries, -(-header.entries // header.detail)
         codes = (count * (header.option & 15) + 7) // 8
         return Parts(LONG_HEADER_BYTES, value=_SCALE_BYTES * scales + codes)
@@ -89,7 +89,7 @@ class _Quantised(Codec[V]):
         return (math.sqrt(1 + max(length - 1, 0) / s**2) - 1) / 2
 
     def round(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bytes of scales and codes, and the decoded values in the dtype of ``values``."""
+        """Return the scales and codes as bytes, and the decoded values in the dtype of ``values``."""
         single = packing.to_float32(values, packing.FP32)
         blocks = packing.in_blocks(single, self.block)
         finite = blocks.isfinite()
@@ -129,7 +129,7 @@ class _Quantised(Codec[V]):
         return values * packing.spread(scales, self.block, count)
 
     def _scales(self, magnitudes: Tensor, largest: float) -> Tensor:
-        """Return a float32 scale per row; even if clamped to ``largest``, no entry exceeds its scale."""
+        """Return a float32 scale per row, at most ``largest``; no entry exceeds its scale."""
         if self.scale == "max":
             return magnitudes.amax(1)
         # squares of float32 values neither overflow nor underflow in float64
@@ -138,8 +138,8 @@ class _Quantised(Codec[V]):
 
     def _draws(self, values: Tensor, count: int) -> Tensor:
         """Draw ``count`` numbers in [0, 1) on the CPU, so that they are the same on every machine."""
-        # The content is part of the seed, because values that a rank quantises late in a step may depend
-        # on its earlier draws in that step.  Reusing those draws would bias the later values.
+        # The values are part of the seed, because values that a rank quantises late in a step may depend
+        # on its earlier draws in that step.  Reusing the same draws would bias the later values.
         content = int(values.view(torch.int32).sum(dtype=torch.int64))
         rank, step = self.source
         name = f"{self.seed} {rank} {step} {values.numel()} {content}"
@@ -158,8 +158,8 @@ class Qsgd(_Quantised[DenseVector]):
     probability equal to its fraction, otherwise down; s = ``2^(bits - 1) - 1``.
 
     Without ``shrink`` the codec is unbiased: the expected decoded value is the original float32 value,
-    up to 2^-24 of its block's scale (or 2^-149, if that is larger).  For a 16-bit dtype, the decoded
-    values are then rounded to that dtype.  A NaN or Inf entry arrives as NaN and does not affect its
+    up to 2^-24 of its block's scale (or 2^-149, if that is larger).  If the vector has a 16-bit dtype,
+    the decoded values are then rounded to it.  A NaN or Inf entry arrives as NaN and does not affect its
     block's scale.
 
     Args:
@@ -167,14 +167,14 @@ class Qsgd(_Quantised[DenseVector]):
         block: consecutive entries that share a float32 scale (SparCML, section 6: "in the order of
             1024").
         scale: "l2" (as in QSGD; its noise grows with the block length) or "max" (less noise).
-        shrink: multiply by ``1 / (1 + omega)``, where omega bounds the variance.  This makes the codec
-            ``contractive``, but biased.
+        shrink: multiply decoded values by ``1 / (1 + omega)``, where omega bounds the variance.  This
+            makes the codec ``contractive``, but biased.
         seed: seed of the random numbers, together with the rank and step that ``seeded`` sets.
 
     Cost: 16 bytes, plus ``bits`` bits per value and 32 bits per block; about 10 passes over the values.
     State: none.
-    Differs from the paper: codes of fixed width, not Elias codes; scale "max"; shrink; NaN and Inf
-    survive.
+    Differs from the paper: codes have a fixed width (the paper uses Elias codes); scale "max"; shrink;
+    NaN and Inf arrive as NaN.
 
     Example:
         >>> encoded = Qsgd(bits=4, scale="max").encode(DenseVector(torch.tensor([7.0, -3.0, 0.0])))
@@ -236,7 +236,7 @@ class SparseQsgd(_Quantised[SparseVector]):
         return SparseVector(indices, self.unpack(header, body[:middle]), size)
 
     def layout(self, header: Header) -> Parts:
-        """Return the bytes of header, scales and codes, and indices."""
+        """Return the numbers of bytes of header, scales and codes, and indices."""
         assert header.size is not None
         index = packing.index_bytes(header.entries, header.size)
         return super().layout(header) + Parts(index=index)

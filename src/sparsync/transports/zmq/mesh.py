@@ -62,12 +62,12 @@ SHARED: Final = (
 )
 # limit on the bytes of messages that no receive has claimed yet; even the longest message must fit
 MAX_UNCLAIMED: Final = MAX_MESSAGE
-MAX_EARLY: Final = 2**26  # limit on the bytes of messages for groups that this rank has not joined yet
+MAX_EARLY: Final = 2**26  # limit on the bytes of messages for groups not joined yet
 # memory overhead per message, in bytes; it matters because many messages are short
 PER_MESSAGE: Final = 2**9
 MOST_FRAMES: Final = 1 + MAX_MESSAGE // PIECE  # limit on the frames of one message
 HANDSHAKE: Final = 10.0  # seconds within which a connecting peer must identify itself
-STRANGERS: Final = 16  # silent connections allowed besides one for each rank that has not sent anything
+STRANGERS: Final = 16  # silent connections allowed besides those of ranks that have sent nothing
 MOST_MEMBERS: Final = 1024  # limit on the members of a changing group
 
 

@@ -28,7 +28,7 @@ PATIENCE: Final = 2.0
 BEAT: Final = 5.0
 MOST_SECONDS: Final = 2e6  # libzmq stores milliseconds in a 32-bit int
 HIGH_WATER: Final = (
-    64  # messages per link that ZeroMQ queues on each side; when both queues are full, the sender waits
+    64  # messages that ZeroMQ queues on each side of a link; when both are full, the sender waits
 )
 # Payloads up to this many bytes are sent in the header's frame.  This costs a copy, but saves a second
 # frame, which would have to pass to ZeroMQ's thread and back.  For 57 kB to each of 7 ranks, a second

@@ -54,7 +54,7 @@ Staleness = Literal["none", "bounded", "unbounded"]
 
 @dataclass
 class Participation:
-    """Counts the averages that included this rank's model or update.
+    """Counts the averages that include this rank's model or update.
 
     Example:
         >>> taken = Participation()
@@ -73,7 +73,7 @@ class Participation:
         self.take(Participation(1, int(age > 0), age, models))
 
     def take(self, other: Participation) -> None:
-        """Add another object's counts."""
+        """Add the counts of another ``Participation``."""
         self.averages += other.averages
         self.stale += other.stale
         self.oldest = max(self.oldest, other.oldest)
@@ -84,17 +84,17 @@ class Averager(Stateful):
     """Averages the models of all ranks after local steps; the base class of all schemes.
 
     A scheme implements three coroutines, ``begin``, ``average`` and ``conclude``, with the arguments
-    ``(comm, vector, step)``; ``vector`` is this rank's model, flattened.  If a model is given, ``step``
-    and ``finish`` run them on it, and are called like PyTorch's averagers::
+    ``(comm, vector, step)``; ``vector`` is this rank's flattened model.  If a model is given, ``step``
+    and ``finish`` run the coroutines on it, and are called like PyTorch's averagers::
 
         averager = Wagma(model)
         for ...:
             loss.backward(); optimizer.step(); averager.step()
         averager.finish()                        # all replicas are equal
 
-    Every scheme takes these arguments, and its own options by name.  WAGMA-SGD (section 2, Table I)
-    classifies schemes by five questions, Q1 to Q5.  The answer to one of them is the same for all schemes
-    in this library: they are decentralized.  ``averaged``, ``staleness``, ``global_period`` and
+    Every scheme takes the arguments below, and its own options by name.  WAGMA-SGD (section 2, Table I)
+    classifies schemes by five questions, Q1 to Q5.  One of them has the same answer for all schemes in
+    this library: they are decentralized.  ``averaged``, ``staleness``, ``global_period`` and
     ``effective_group_size`` answer the other four.
 
     Args:
@@ -110,17 +110,17 @@ class Averager(Stateful):
             out (``persistent=False``) are never touched.
         optimizer: the optimizer to whose state ``moments`` applies.
         moments: what happens to tensors in the optimizer's state that have their parameter's shape.  With
-            "local", each rank keeps its own, even after ``finish``; with "average", they are averaged
-            with the parameters; with "reset", the whole state is dropped whenever an average is taken.
-            Step counts are never sent.
+            "local", each rank keeps its own tensors, even after ``finish``; with "average", they are
+            averaged with the parameters; with "reset", the whole state is dropped whenever an average is
+            taken.  Step counts are never sent.
         nonfinite: what to do about NaN or Inf in a rank's parameters, averaged buffers or averaged
             moments: "raise" an error on that rank, which names the tensor, or let them "spread" to
             other ranks.
-        unknown: any other option is refused, with a list of the valid ones.
+        unknown: any option that the scheme does not have; refused with a list of the valid ones.
 
     Attributes:
-        steps: number of local steps done, which is the 0-based number of the next ``step()``.
-        memory: vectors that the algorithm keeps, each like the model's; saved with its state.
+        steps: number of finished local steps, which is also the 0-based number of the next ``step()``.
+        memory: vectors that the algorithm keeps, each as long as the model's; saved with its state.
         resume_at: the lowest step number at which a rank continues after it was left out.
         averaged: "models", or the "updates" of the ranks' optimizers.
         participation: the averages that included this rank's model; ``stats`` has more.
@@ -147,7 +147,7 @@ class Averager(Stateful):
         nonfinite: NonFiniteRule = "raise",
         **unknown: Any,
     ) -> None:
-        if unknown:  # the scheme passed these on because it does not know them either
+        if unknown:  # the scheme passes on every option that it does not know
             named = parameters_of(type(self)).values()
             shared = [name for name in parameters_of(Averager) if name not in ("model", "unknown")]
             own = [p.name for p in named if p.kind == p.KEYWORD_ONLY]
@@ -176,9 +176,10 @@ class Averager(Stateful):
             self._hooks = self._binding.follow_loads(loaded)
 
     def _note_loaded(self, tensors: Mapping[str, Tensor]) -> None:
-        """Note whether the model's weights, after a load, differ from those after the last step."""
-        # Compare values, because a script may load EMA weights for an evaluation and then restore
-        # this rank's own.  A scheme that keeps nothing between averages can continue from any weights.
+        """Record whether the weights after a load differ from the weights after the last step."""
+        # Values are compared, because a script may load EMA weights for an evaluation and then restore
+        # this rank's weights.  A scheme that keeps nothing between averages can continue from any
+        # weights.
         self._changes.follow(tensors)
         keeps = bool(self.memory) or self.staleness != "none"
         self._overwritten = self._begun and keeps and self._changes.differ()
@@ -200,24 +201,24 @@ class Averager(Stateful):
         """
 
     def is_due(self, step: int) -> bool:
-        """Return whether ``average`` has work to do after a local step; if not, it is not called."""
+        """Return whether ``average`` has work to do after a local step; otherwise it is not called."""
         return True
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return the model that all ranks share after ``step`` steps; by default, this is the mean."""
-        # The phase differs from that of ``average``, so that a rank that is one step behind cannot
-        # take this exchange for an average.
+        # The phase is not the one that ``average`` uses, so that a rank that is one step behind cannot
+        # mistake this exchange for an average.
         return await mean(comm, vector, "finish")
 
     def survivors(self, comm: Communicator) -> Communicator:
-        """Return the communicator of the ranks that have not been left out; by default, of all ranks."""
+        """Return a communicator of the ranks that were not left out; by default, these are all ranks."""
         return comm
 
     # ---- the questions of WAGMA-SGD's section 2 ------------------------------------------------------
 
     @property
     def staleness(self) -> Staleness:
-        """Whether the age of models in an average is bounded (Q3); "none": all are from the same step."""
+        """Whether the age of an average's models is bounded (Q3); "none": all are from the same step."""
         return "none"
 
     @property
@@ -226,13 +227,13 @@ class Averager(Stateful):
         return 1
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return S (Q5), the number of ranks in averages between global ones; by default, all ranks."""
+        """Return S (Q5), the number of ranks in non-global averages; by default, all ranks."""
         return world_size
 
     # ---- applied to a model -----------------------------------------------------------------------
 
     def step(self) -> None:
-        """Average if an average is due, and wait for it; call this after ``optimizer.step()``."""
+        """Take an average if one is due, and wait for it; call this after ``optimizer.step()``."""
         binding = self._bound()
         if self.is_due(self.steps):
             vector = binding.read()
@@ -241,18 +242,18 @@ class Averager(Stateful):
                 averaged = run(self.average(binding.comm, vector, self.steps))
             self._waited += binding.comm.now - started
             self._count(binding.comm)
-            # a scheme without a newer model returns the same object; then parameters and moments stay
+            # a scheme that has no newer model returns the same object; parameters and moments then stay
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
-        # a rank that was left out continues at the others' step; otherwise it would delay every
+        # a rank that was left out continues at the other ranks' step; otherwise it would delay every
         # later global average
         self.steps = max(self.steps + 1, self.resume_at)
         self._changes.remember()
         self._close_books(binding.comm)
 
     def _count(self, comm: Communicator) -> None:
-        """Record this rank's participation in the average that has just been taken."""
+        """Record that this rank took part in the average that was just taken."""
         size, period = self.effective_group_size(comm.world_size), self.global_period
         closes = period is not None and (self.steps + 1) % period == 0
         self.participation.note(0, comm.world_size if closes else size)
@@ -263,7 +264,7 @@ class Averager(Stateful):
     def finish(self) -> None:
         """Make all replicas equal; training may continue."""
         binding = self._bound()
-        # book these bytes separately: bytes per step describe the algorithm, not the end of training
+        # count these bytes separately: bytes per step describe the algorithm, not the end of training
         with binding.comm.ledger.outside_steps():
             vector = binding.read()
             with binding.comm.exchange():
@@ -277,10 +278,10 @@ class Averager(Stateful):
 
         ``group_size`` and ``sync_period`` are the effective S and tau.  ``averages`` counts the
         averages that included this rank's model; ``models_per_average`` is the mean number of models in
-        them.  ``stale_share`` is the fraction of them in which this rank's model was older than the
-        average's step, and ``largest_staleness`` is its largest age in steps.  ``seconds_waited`` is the
-        time for which ``step()`` waited for messages and other ranks.  The bytes per step exclude
-        ``finish`` and the comparison of the ranks before the first step.
+        these averages.  ``stale_share`` is the fraction of them in which this rank's model was older than
+        the average's step, and ``largest_staleness`` is the model's largest age in steps.
+        ``seconds_waited`` is the time for which ``step()`` waited for messages and other ranks.  The
+        bytes per step exclude ``finish`` and the comparison of the ranks before the first step.
 
         Raises:
             ConfigurationError: the averager has no model.
@@ -316,13 +317,13 @@ class Averager(Stateful):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from this rank's ``state_dict``; call it before the first ``step()``.
 
-        Load the model and the optimizer as well, in any order.  The ranks' models then need not be
-        equal.
+        The model and the optimizer must also be loaded, in any order.  The ranks' models then need not
+        be equal.
         """
         self.restore(self.check(state))
 
     def restore(self, content: Mapping[str, Any]) -> None:
-        """Restore the content of a saved state that has passed ``check``."""
+        """Restore the state from a saved state's content, which must have passed ``check``."""
         super().load_state_dict(content["state"])
         self.steps = int(content["steps"])
         self.memory = {name: vector.clone() for name, vector in content["memory"].items()}
@@ -330,11 +331,11 @@ class Averager(Stateful):
         self._begin_again()
 
     def check(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Check a saved state without asking other ranks, and return its content."""
+        """Check a saved state without communicating, and return its content."""
         content = opened(state, "averager")
         self._check_left_out(content.get("left_out"))
-        # Check scheme and rank before the other fields, so that the state of another scheme is refused
-        # for that reason, and not for its first missing field.
+        # Scheme and rank are checked before the other fields, so that another scheme's state is refused
+        # for this reason, and not because a field is missing.
         place = {name: Exactly(value) for name, value in self._place().items()}
         check_saved(content, Fields(place, more=object), "state", _CURE)
         check_saved(content, Fields({**place, **self.kinds(content)}), "state", _CURE)
@@ -342,7 +343,7 @@ class Averager(Stateful):
         return content
 
     def _check_left_out(self, saved: Any) -> None:
-        """Refuse the state of a run that averages a different set of buffers, and name one of them."""
+        """Refuse the state of a run that averages a different set of buffers; name one difference."""
         here = self._place().get("left_out", [])
         other = set(here) ^ set(saved or []) if fits(saved, Sequence[str]) else set()
         for name in sorted(other):
@@ -354,13 +355,13 @@ class Averager(Stateful):
             )
 
     def kinds(self, content: Mapping[str, Any]) -> dict[str, Kind]:
-        """Return the required kind of value for every field of a saved state's content."""
+        """Return the required kind of value for every field in a saved state's content."""
         steps, vector = Common(Number(0, whole=True)), self._binding and self._binding.kind()
         memory = Fields({}, more=vector) if vector else Plain(named=True)
         return {"steps": steps, "state": object, "memory": memory}
 
     def _options(self) -> dict[str, Any]:
-        """Return the scheme's options that a saved state must share, by name: plain values."""
+        """Return the options, as plain values by name, that must be equal in a saved state."""
         own = {name for name, p in parameters_of(type(self)).items() if p.kind == p.KEYWORD_ONLY}
         held = {name: value for name, value in vars(self).items() if name in own}
         return {
@@ -376,7 +377,7 @@ class Averager(Stateful):
         return place
 
     def close(self) -> None:
-        """End the agents and threads of this rank's communicator."""
+        """Close the communicator, which ends its actors and threads."""
         if self._binding is not None:
             for hook in self._hooks:
                 hook.remove()
@@ -386,7 +387,7 @@ class Averager(Stateful):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish, unless an exception is propagating; then close."""
+        """Call ``finish`` unless an exception is propagating; then close."""
         try:
             # after an exception, this rank would wait in ``finish`` for ranks that are still training
             if kind is None:
@@ -420,12 +421,12 @@ class Averager(Stateful):
         return binding
 
     def _begin_again(self) -> None:
-        """After a state was loaded, let the next step begin anew, with the model as it is then."""
+        """After a load, make the next step call ``begin`` again, with the model at that time."""
         self._begun = self._overwritten = False
         self.resume_at = (
-            0  # the others' step when this rank was left out, in the run before the load
+            0  # forget the step that was set by leaving this rank out in the run before the load
         )
-        # a state from before the first step says nothing about the ranks' models: they are compared
+        # if the state was saved before the first step, initial models are still compared
         if self._binding is not None and self.steps:
             self._binding.forget_start()
 
@@ -453,7 +454,7 @@ def at_least_1(scheme: str, **values: int | None) -> None:
 
 
 async def mean(comm: Communicator, vector: Tensor, phase: str = "average") -> Tensor:
-    """Average a vector over all ranks."""
+    """Return the mean of a vector over all ranks."""
     return divide_(await comm.allreduce(vector, phase), comm.world_size)
 
 
@@ -504,7 +505,7 @@ class LocalSgd(Averager):
 class Companion(Actor):
     """Works for a rank in the background: it answers other ranks, and its own rank's calls.
 
-    With every answer, its own rank also gets the statistics since the last one: the traffic of messages,
+    With every answer, the rank also gets the statistics since the previous answer: the messages' traffic,
     and the ``Participation`` in averages.
     """
 
@@ -512,7 +513,7 @@ class Companion(Actor):
         self.ledger, self.participation = Ledger(), Participation()
 
     def post(self, dest: int, head: bytes, body: Tensor | None = None) -> None:
-        """Send a header and values; the header consists of whole words, so the values are aligned."""
+        """Send a header and values; the header consists of whole words, so that values are aligned."""
         message = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         if body is not None:
             message = torch.cat([message, bytes_of(body)])
@@ -521,34 +522,34 @@ class Companion(Actor):
         self.host.send(dest, message)
 
     def answer(self, reply: Reply, result: object) -> None:
-        """Send the rank the result that it waits for."""
-        # Hand the statistics over and start new ones, so that the actor's thread and the rank's thread
-        # never write to the same objects.
+        """Reply to the rank with the result that it waits for, and with the statistics."""
+        # The statistics are handed over and new ones are started, so that the actor's thread and the
+        # rank's thread never write to the same objects.
         books = self.ledger, self.participation
         self.ledger, self.participation = Ledger(), Participation()
         reply((result, *books))
 
     def failure(self, peer: int, step: int, reason: str) -> PeerError:
-        """Return the error to raise when this rank waits for a peer that is gone."""
+        """Return the error to raise if this rank waits for a peer that has died or left."""
         where = f"rank {self.host.rank}, local step {step}, phase 'average'"
         return PeerError(f"{where}: rank {peer}: {reason}")
 
 
 class Accompanied(Averager):
-    """The base class of schemes that use a companion, which works in the background of training.
+    """The base class of schemes that use a companion, which works in the background during training.
 
-    The companion computes in host memory: its thread is not synchronised with the CUDA streams on which
-    training writes to device memory, and its messages are in host memory anyway.  A scheme therefore
+    The companion computes in host memory.  Its messages are there anyway, and its thread is not
+    synchronised with the CUDA streams on which training writes to device memory.  A scheme therefore
     copies its vector to the host, keeps its ``memory`` there, and returns a model on the vector's device.
     """
 
     _comm: Communicator | None = None
 
     def _run(self, comm: Communicator, actor: Actor) -> None:
-        """Run an actor next to each rank, until the communicator is closed or gets another actor."""
+        """Run an actor alongside each rank, until the communicator is closed or gets a new actor."""
         if not isinstance(comm, HostsActors):
             raise ConfigurationError(f"{type(comm).__name__} runs no actors; use zmq, torch or mpi")
-        # a communicator has one agent at most, because two would take each other's messages
+        # a communicator has one actor at most, because two would receive each other's messages
         old = comm.companions.pop("averaging", None)
         if old is not None:
             old.close()

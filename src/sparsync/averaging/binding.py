@@ -1,4 +1,4 @@
-"""Binds a model to a flat vector of its parameters and, if asked, of buffers and optimizer moments."""
+"""Bind a model to a flat vector of its parameters and, optionally, buffers and optimizer moments."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that ``state_dict`` saves, i.e. all but those with ``persistent=False``.
 
-    Sparse and expanded ones are left to each rank, because they cannot be written in place.
+    Sparse and expanded buffers are left out and stay local, because they cannot be written in place.
     """
-    # This set of names is private (PyTorch 2.13), but there is no public alternative.
-    # ``state_dict`` itself would run the state-dict hooks of the model's classes.
+    # This set of names is private (PyTorch 2.13), but the only public alternative is ``state_dict``,
+    # which would run the state-dict hooks of the model's classes.
     unsaved = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
@@ -62,12 +62,12 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def floating(tensor: Tensor) -> bool:
-    """Return whether a tensor has numbers that torch can add: not if they have only 8 bits."""
+    """Return whether a tensor holds floating-point numbers that torch can add; it cannot with 8 bits."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 def averaged_buffers(model: nn.Module) -> list[str]:
-    """Return the names of the saved buffers that can be averaged: finite floating-point ones.
+    """Return the names of the saved buffers that can be averaged: those with finite float values.
 
     A buffer that holds Inf before training begins is a constant, such as an attention mask.  It must not
     be averaged: -inf minus -inf is NaN, which would look like a broken rank.
@@ -79,9 +79,9 @@ def averaged_buffers(model: nn.Module) -> list[str]:
 def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
     """Return an optimizer's state for each parameter, or the state that a first step would create.
 
-    For torch's own optimizers, a trial step on tensors without memory shows this state at no cost.  Other
-    optimizers are not tried, because their step may do anything, even exchange messages.  For those, only
-    parameters that have already been stepped are returned.
+    For torch's own optimizers, a trial step on tensors without memory creates this state at no cost.
+    Other optimizers are not tried, because their step may do anything, even exchange messages.  For such
+    an optimizer, only parameters that it has already stepped are returned.
     """
     own = {parameter: kept for parameter, kept in optimizer.state.items() if kept}
     stepped = {p for group in optimizer.param_groups for p in group["params"]} <= own.keys()
@@ -91,8 +91,8 @@ def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any
 
 
 def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
-    """Step a copy of the optimizer with parameters on the meta device; return the state it builds."""
-    # build the copy by hand: deepcopy would copy the moments, and a subclass may have another constructor
+    """Step a copy of the optimizer with parameters on the meta device; return the state it creates."""
+    # build the copy by hand: deepcopy would copy the moments, and a subclass's constructor may differ
     double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
     double.__dict__ = dict(optimizer.__dict__)
     double.state, double.param_groups = defaultdict(dict), []
@@ -103,14 +103,14 @@ def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mappi
             twin.grad = torch.empty_like(twin)
             real[twin] = parameter
             without.append(twin)
-        # these options work only on a real device
+        # these options do not work on the meta device
         plain: dict[str, Any] = {
             key: False for key in ("foreach", "fused", "capturable") if key in group
         }
         double.param_groups.append({**group, **plain, "params": without})
     step: Any = type(optimizer).step
-    # ASGD and Adafactor raise when they read a number from a tensor without memory; by then their state
-    # exists
+    # ASGD and Adafactor raise an error when they read a number from a tensor without memory, but their
+    # state exists by then
     with suppress(Exception):
         # call the function inside torch's wrapper (``profile_hook_step``), so that no step hook runs
         getattr(step, "__wrapped__", step)(double)
@@ -122,9 +122,9 @@ class Binding:
     """Reads a model as a vector, and writes a vector into the same tensors.
 
     The vector holds trained parameters (each once), floating-point buffers and moments, in this order.
-    It is float64 if any parameter or buffer is, and otherwise float32.  The model's tensors are
-    chosen when the binding is made, the moments when averaging begins.  Tensors are looked up by
-    name every time, because modules may replace their buffers, and optimizers their state.
+    It is float64 if a parameter or buffer is float64, and otherwise float32.  The model's tensors are
+    chosen when the binding is made, the moments when averaging begins.  Tensors are looked up by name
+    every time, because modules may replace their buffers, and optimizers their state.
 
     Attributes:
         initial: the vector when the binding was made; None if ranks may start with different models,
@@ -155,7 +155,7 @@ class Binding:
         _check_model(model)
         self.model, self.comm, self.nonfinite = model, comm, nonfinite
         self.buffers, self.optimizer, self.moments = buffers, optimizer, moments
-        # decide once, before training: a buffer that becomes infinite later is broken and not a mask
+        # decide once, before training: a buffer that becomes infinite later is broken, not a mask
         self._averaged = {
             name
             for name in averaged_buffers(model)
@@ -168,12 +168,12 @@ class Binding:
         wide = any(tensor.dtype == torch.float64 for tensor in ruled.values())
         self.trained = {n: p for n, p in ruled.items() if p.requires_grad}
         self._dtype = torch.float64 if wide else torch.float32
-        # parameters that seem to have no moments, because their optimizer is unknown and has not stepped
+        # parameters whose moments are not known yet, because an unknown optimizer has not stepped them
         self._unmoved: list[Tensor] = []
         self._known_moments = self._find_moments()
         self.initial: Tensor | None = self.read()
-        # ``initial`` lacks the frozen parameters.  Keep digests of their first values, because the script
-        # may change them before averaging begins, e.g. if they belong to a teacher that it updates.
+        # Frozen parameters are not in ``initial``.  Keep digests of their first values, because the
+        # script may change them before averaging begins, e.g. if it updates a teacher model.
         tensors = self._tensors()
         frozen = [n for n, _ in model.named_parameters() if n in tensors and n not in self._shapes]
         self._frozen = {name: digest(tensors[name]) for name in frozen}
@@ -185,7 +185,7 @@ class Binding:
         tensors.  Until averaging begins, every load also updates ``initial``.
         """
         sizes = self._sizes()
-        # remember slices and not views: a view would keep ``initial`` alive after the first step
+        # remember slices instead of views, which would keep ``initial`` alive after the first step
         places: dict[str, slice | None] = dict.fromkeys(self._frozen)
         places |= {
             name: slice(end - size, end)
@@ -207,11 +207,11 @@ class Binding:
     def reread(
         self, module: nn.Module, places: Mapping[str, tuple[str, slice | None]]
     ) -> dict[str, Tensor]:
-        """Return a module's own tensors that are in the vector; before averaging, update ``initial``."""
+        """Return a module's tensors that are in the vector; before averaging, also update ``initial``."""
         tensors = {}
         for own, (name, place) in places.items():
             tensor: Tensor | None = getattr(module, own, None)
-            if tensor is None:  # the module has changed, and the next ``read`` will refuse it
+            if tensor is None:  # the module has changed; the next ``read`` will refuse it
                 continue
             tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             if place is None:
@@ -226,7 +226,7 @@ class Binding:
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """Return the model as a new vector; refuse NaN or Inf in it unless allowed."""
+        """Return the model as a new vector; refuse NaN or Inf unless ``nonfinite`` allows them."""
         tensors = self._travelling()
         device = next((t.device for t in tensors.values() if t is not None), None)
         # begin with an empty piece: a model may have no parameters, and ``torch.cat`` needs a tensor
@@ -237,7 +237,7 @@ class Binding:
         vector = torch.cat(pieces)
         # check the sum first: this takes one pass, and waits for a GPU once
         if self.nonfinite == "raise" and not vector.sum().isfinite():
-            # a tensor whose sum overflows is broken even if its elements are finite
+            # a tensor whose sum overflows counts as broken, even if its elements are finite
             for name, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
                 self._check_finite(name, piece)
         return vector
@@ -259,7 +259,7 @@ class Binding:
                 tensor.copy_(piece.view(tensor.shape))
 
     def reset_moments(self) -> None:
-        """Drop the optimizer's state if the rule is "reset"; called when an average is taken."""
+        """Drop the optimizer's state if ``moments`` is "reset"; called when an average is taken."""
         if self.moments == "reset" and self.optimizer is not None:
             self.optimizer.state.clear()  # clears step counters too, as before the first step
 
@@ -270,7 +270,7 @@ class Binding:
         self.initial = None
 
     async def start(self) -> Tensor:
-        """Compare the models of all ranks, and return the vector from which all of them start.
+        """Compare all ranks' models, and return the vector from which all of them start.
 
         After a restore, ranks start from their current models.  Otherwise they start from ``initial``,
         with zeros for moments that did not exist then; a ``PeerError`` names the first tensor that
@@ -292,14 +292,14 @@ class Binding:
         )
         # ``agree`` needs the same number of facts on every rank
         labels += ["nothing"] * (int(most) - len(labels))
-        # Compare names and shapes first.  Ranks that differ in them would later exchange different
+        # Names and shapes are compared first.  If these differ, ranks would later exchange different
         # numbers of facts, or vectors of different lengths.
         await agree(
             self.comm, {f"tensor {i} of the model": label for i, label in enumerate(labels)}
         )
         if start is None:
             return vector
-        # zeros for moments that the optimizer's first step has created
+        # moments that the optimizer's first step has created start from zeros
         missing = vector.numel() - start.numel()
         start = torch.cat([start.to(vector.device), vector.new_zeros(missing)])
         values = dict(zip(self._layout(), torch.split(start, self._sizes()), strict=True))
@@ -318,7 +318,7 @@ class Binding:
 
     @torch.no_grad()
     async def settle(self, comm: Communicator) -> None:
-        """Make the tensors outside the vector equal on all ranks; do not touch tensors that already are.
+        """Make the tensors outside the vector equal on all ranks; equal tensors are not touched.
 
         Floating-point tensors become their mean over the ranks, and must be finite unless they are in
         ``left_out`` or ``nonfinite`` is "spread".  Other tensors take the value of ``comm``'s first rank.
@@ -360,7 +360,7 @@ class Binding:
     def _travelling(self) -> dict[str, Tensor | None]:
         """Return the tensors that make up the vector, with None for a moment that does not exist yet."""
         tensors = self._tensors()
-        # average parameters that were frozen later: GAN training freezes its two networks alternately
+        # also average parameters that were frozen later: GAN training freezes its networks alternately
         now = {name: tensors[name].shape for name in self._shapes if name in tensors}
         now |= {name: tensor.shape for name, tensor in self._ruled(tensors).items()}
         changed = sorted(name for name, _ in now.items() ^ self._shapes.items())
@@ -384,12 +384,12 @@ class Binding:
 
     @property
     def rest(self) -> dict[str, int]:
-        """The sizes of the buffers and moments, which follow the trained parameters in the vector."""
+        """The sizes by name of buffers and moments, which follow the trained parameters in the vector."""
         named = self._layout().items()
         return {n: shape.numel() for n, shape in named if n not in self.trained and shape.numel()}
 
     def kind(self) -> Values | None:
-        """Return the kind of the vector; None if its moments will only be known after a step."""
+        """Return the kind of the vector; None if its moments become known only after a step."""
         if self._unmoved:
             return None
         return Values((sum(self._sizes()),), self._dtype)
@@ -398,10 +398,10 @@ class Binding:
         return [shape.numel() for shape in self._layout().values()]
 
     def _find_moments(self) -> dict[str, tuple[Tensor, str]]:
-        """Return the parameter and state key of every moment to average, even if it does not exist yet.
+        """Return the parameter and state key of every moment to average, including future moments.
 
         A parameter that has no state in an unknown optimizer is assumed to get the same moments as the
-        other parameters of its group.
+        other parameters in its group.
         """
         if self.moments != "average" or self.optimizer is None:
             return {}
@@ -418,7 +418,7 @@ class Binding:
         return found
 
     def _moments_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's moments."""
+        """Return a parameter's moments by state key."""
         state = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}
         return _moments_in(state, parameter)
 
@@ -426,7 +426,7 @@ class Binding:
 def _sums(buffer: Tensor, world_size: int) -> bool:
     """Return whether the buffer's sum over elements and ranks is finite.
 
-    It is not if an attention mask holds ``torch.finfo(dtype).min`` instead of -inf.
+    It is infinite for an attention mask that holds ``torch.finfo(dtype).min`` instead of -inf.
     """
     wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
     # P + 1 models, because Wagma adds a late rank's own model to the sum
@@ -445,9 +445,10 @@ def _moments_in(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor
 
 @final
 class _LoadHook:
-    """A hook that notes the weights loaded into a module.
+    """A hook that records the weights loaded into a module.
 
-    Copying a model copies its hooks, and the copy is not bound: a copied hook does nothing.
+    Copying a model also copies its hooks, but no averager is bound to the copy, so a copied hook does
+    nothing.
     """
 
     def __init__(
@@ -461,7 +462,7 @@ class _LoadHook:
         self._places, self._loaded = places, loaded
 
     def __call__(self, module: nn.Module, _keys: object) -> None:
-        """Note the loaded weights; PyTorch calls this for every loaded module, children first."""
+        """Record the loaded weights; PyTorch calls this for every loaded module, children first."""
         if self._binding is not None and (binding := self._binding()) is not None:
             tensors = binding.reread(module, self._places)
             if self._loaded is not None:
@@ -472,7 +473,7 @@ class _LoadHook:
 
 
 def _check_model(model: nn.Module) -> None:
-    """Refuse a model that averages gradients itself, or does not hold all values of its parameters."""
+    """Refuse a model that averages gradients itself or does not hold its whole parameters."""
     # compare the names of base classes, because FSDP2 derives a new class from each module's class
     wrappers = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}

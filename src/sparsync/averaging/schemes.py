@@ -1,4 +1,4 @@
-"""The table of averaging schemes, which the command line, the docs and the contract tests read."""
+"""The table of averaging schemes, for the command line, the docs and the contract tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def own_parameters(scheme: str) -> dict[str, Parameter]:
 
 
 def averaged_by(scheme: str) -> str:
-    """Return a sentence on how to use a scheme, for users who looked for it among the presets."""
+    """Return a sentence on how to use a scheme, for users who tried to use it as a preset."""
     name = SCHEMES.name_of(scheme)
     return (
         f"{name} averages models and is not an algorithm for gradients: give the plain module to "

@@ -1,1 +1,1 @@
-"""The cost model: a machine's times, predictions and plans, and calibration on a job's own links."""
+"""The cost model: a machine's times, predictions and plans, and calibration on the links of a job."""

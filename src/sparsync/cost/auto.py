@@ -28,9 +28,9 @@ _WEIGHT = 0.5  # weight of a new measurement in its candidate's factor
 class AutoState:
     """The current choice, and the candidates' factors, i.e. ratios of measured to predicted times.
 
-    Only arithmetic changes the state, so ranks that see the same seconds make the same choice.  Until a
-    candidate has been used, its prediction is trusted.  So every candidate that promises enough gain is
-    tried once, and is then judged by its own factor.
+    Only arithmetic changes the state, so ranks that get the same times make the same choice.  Until a
+    candidate has been used, its prediction is trusted.  Every candidate with enough predicted gain is
+    therefore tried once, and is then judged by its factor.
 
     Example:
         >>> state = AutoState(choice=0, factors=(None, None))
@@ -43,19 +43,19 @@ class AutoState:
     choice: int = -1  # index of the candidate in use; -1 before the first step
     # k and the number of ranks for which the choice was planned; () before the first step
     planned: tuple[int, ...] = ()
-    streak: int = 0  # consecutive comparisons that favoured another candidate
-    # the ratios of measured to predicted seconds; None if never measured
+    streak: int = 0  # consecutive comparisons in favour of a candidate that is not in use
+    # the ratios of measured to predicted seconds; None for a candidate that was never measured
     factors: tuple[float | None, ...] = ()
     parts: tuple[Any, ...] = ()  # the candidates' own states
 
     def checked(
         self, predicted: Mapping[int, float], measured: float, *, gain: float, patience: int
     ) -> AutoState:
-        """Return the state after another measurement, possibly with another ``choice``.
+        """Return the state after a new measurement, possibly with a new ``choice``.
 
-        ``predicted`` maps candidates to seconds, fastest first; the choice is missing from it if a budget
-        has ruled the choice out in the meantime.  ``measured`` is the number of seconds that the choice
-        took, the same on all ranks.
+        ``predicted`` maps candidates to seconds, fastest first; the current choice is missing from it if
+        a budget has ruled it out in the meantime.  ``measured`` is the number of seconds that the current
+        choice took; it is the same on all ranks.
         """
         if self.choice not in predicted:
             return replace(self, choice=next(iter(predicted)))
@@ -80,17 +80,17 @@ class AutoState:
 
 @final
 class Auto(Collective):
-    """The planner's choice among collectives, corrected by measurements while training.
+    """The planner's choice among collectives, corrected by measurements during training.
 
-    The first step makes the plan, because n, k and P are known by then, and equal on all ranks.  But the
-    entries of this step are already selected, so dense cannot start before the second step.  If k or P
+    The plan is made in the first step, when n, k and P are known, and equal on all ranks.  But the
+    entries for this step are already selected, so dense cannot start before the second step.  If k or P
     changes later, e.g. after a warm-up, the next step plans again in the same way, using the factors
     measured so far.
 
     Every ``check_period`` steps, the ranks agree on the mean time of an exchange since the last plan or
-    check.  They take the minimum of their means, because a rank that arrives early also measures its wait
+    check.  They use the minimum of their means, because a rank that arrives early also measures its wait
     for the others.  The ratio of this time to the prediction updates the current candidate's factor.  If
-    another candidate promises enough gain, the ranks switch to it.
+    the corrected prediction of a different candidate is better by enough, the ranks switch to it.
 
     Args: as for the preset ``sparsync.presets.auto``; candidates select k entries or everything.
 
@@ -134,7 +134,7 @@ class Auto(Collective):
         self._plannable = list(candidates)
         self._parts = [algorithm.make_collective() for algorithm in candidates]
         self._state = AutoState(factors=(None,) * len(self.candidates))
-        # Seconds of the steps since the last check or plan.  They are not part of the state, because they
+        # The seconds of the steps since the last check or plan are not part of the state, because they
         # differ between ranks.
         self._seconds: list[float] = []
         self._sizes: tuple[int, int, int] | None = None  # n, k and P of the last step
@@ -144,7 +144,7 @@ class Auto(Collective):
 
     @property
     def whole(self) -> bool:
-        """Whether the current choice is dense, i.e. takes the whole vector."""
+        """Whether the current choice is dense, i.e. needs the whole vector."""
         return self._parts[self._index].whole
 
     @property
@@ -162,7 +162,7 @@ class Auto(Collective):
         return f"{self.name}: {self._why(self._sizes)}{measured}"
 
     def _why(self, sizes: tuple[int, int, int]) -> str:
-        """Return the reason for the choice: the plan, or how measurements correct it."""
+        """Return the reason for the choice: the plan, or a measurement that has corrected it."""
         # plan only here, and once, because the search for break-even takes far longer than a ranking
         if self._explained is None or self._explained[0] != sizes:
             n, k, p = sizes
@@ -215,12 +215,12 @@ class Auto(Collective):
         corrected = self._state.corrected(self._seconds_of(self._ranking(sizes)))
         fastest = sorted(corrected, key=corrected.__getitem__)
         self._state = replace(self._state, choice=fastest[0], streak=0, planned=sizes[1:])
-        self._seconds.clear()  # they were measured with another k or P
+        self._seconds.clear()  # they were measured with a different k or P
         alike = (self._parts[i] for i in fastest if self._parts[i].whole == part.whole)
         return next(alike, part)
 
     async def _check(self, comm: Communicator, made: Sequence[Prediction]) -> None:
-        """Compare the mean exchange time with its prediction; switch if another candidate is better."""
+        """Compare the mean exchange time with the prediction; switch to a better candidate if any."""
         mine = torch.tensor([fmean(self._seconds)], dtype=torch.float64, device="cpu")
         self._seconds.clear()
         measured = float(await comm.allreduce(mine, "plan", op="min"))
@@ -249,7 +249,7 @@ class Auto(Collective):
         return {**own, "parts": [part.state_dict() for part in self._parts]}
 
     def parsed_state(self, state: Mapping[str, Any]) -> AutoState:
-        """Return the state object of a saved dictionary."""
+        """Return the state object for a dictionary returned by ``state_dict``."""
         saved = dict(state) if isinstance(state, Mapping) else {}
         parts = parse_parts(self, self._parts, saved.pop("parts", None))
         own: AutoState = super().parsed_state({**saved, "parts": ()})

@@ -1,6 +1,7 @@
-"""Measures how fast a group's links and ranks are, by exercising the group itself.
+"""Measure the speed of a group's links and ranks by exercising the group itself.
 
-All ranks work at the same time, so if there are more ranks than cores, they are as slow as in training.
+All ranks work at the same time.  If there are more ranks than cores, they are therefore as slow as in
+training.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _PHASE = "calibrate"
 _ITEM_BYTES = 4  # float32
 _DENSITY = 0.01  # k / n of the selections
 _REGIONS = 4  # number of regions of the vector, and of messages merged together
-# number of batches per kind of work, and the least number if time is short; one more is a warm-up
+# number of batches per kind of work, and the smallest number if time is short, besides one for warm-up
 _BATCHES, _AT_LEAST = 8, 3
-_SETTLED = 12  # steps until the selector's threshold has adapted to a residual that starts at zero
+_SETTLED = 12  # steps in which the selector's threshold adapts to a residual that starts at zero
 _REHEARSAL = 0.2  # fraction of the time that is spent on whole exchanges
-_REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns account for nearly all of its cost
-_LEAST, _MOST = 8, 50  # number of rehearsed exchanges
-# seconds between the last rank's arrival and the start; 8 ranks on 2 cores agree in a tenth of this
+_REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns are nearly all of its cost
+_LEAST, _MOST = 8, 50  # limits on the number of rehearsed exchanges
+# seconds between the last rank's arrival and the start; 8 ranks on 2 cores need a tenth of it to agree
 _AHEAD = 0.03
 _FAR = 1e-3  # if a message is in flight for fewer seconds, most of its latency is work at both ends
-# factor by which the rehearsal's vectors are smaller than ``_Work``'s, so that turns dominate
+# factor by which the rehearsal's vectors are smaller than those in ``_Work``, so that turns dominate
 _SMALLER = 4
 
 
@@ -56,7 +57,7 @@ class Calibration:
     """A measured machine, with an interval for each of its numbers; bit-identical on all ranks."""
 
     machine: Machine
-    intervals: dict[str, Interval]  # 95 % intervals; a single rank has none for alpha and beta
+    intervals: dict[str, Interval]  # 95 % intervals; for a single rank, without alpha and beta
     links: tuple[Link, ...] = ()  # every measured direction between two ranks
     clocks: tuple[Clock, ...] = (Clock(),)  # every rank's clock relative to rank 0's clock
     sizes: tuple[int, ...] = ()  # bytes of the messages that were sent
@@ -75,14 +76,14 @@ async def calibrate(
     seconds: float = 3.0,
     probe: Probe = Probe(),  # noqa: B008 (frozen)
 ) -> Calibration:
-    """Measure the links and the work of a group's ranks; all of them call it together.
+    """Measure a group's links and the work of its ranks; all ranks call this together.
 
     Alpha and beta are fitted to rounds of messages of several sizes, as large as the time allows.  In the
-    simulator, the result equals alpha and beta of its ``Links``, and work takes no time.  At the end, the
+    simulator, they equal the alpha and beta of its ``Links``, and work takes no time.  At the end, the
     ranks rehearse whole exchanges.
 
     Args:
-        comm: the group, of any size; it must have nothing else to do.  Its ledger records the bytes.
+        comm: the group, of any size, with no other messages in flight.  Its ledger counts the bytes.
         seconds: approximate duration; slow or distant links may take longer.
         probe: limits of the measurement.
 
@@ -117,7 +118,7 @@ async def calibrate(
 
 
 def _distance(alpha: float, clocks: Sequence[Clock]) -> Measured:
-    """Return the part of alpha spent in flight: half of the fastest round trips, or 0 if they are short.
+    """Return the part of alpha spent in flight: half of the fastest round trips, or 0 if that is short.
 
     Example:
         >>> _distance(0.05, [Clock(0.3, 0.0402), Clock(0.1, 0.0404)])
@@ -152,11 +153,11 @@ def _stands_still(comm: Communicator) -> bool:
 async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dict[str, Measured]:
     """Return the times per unit of "gamma", "select", "encode" and "decode", as in ``Machine``.
 
-    All ranks call it together.  The slowest rank's times count, because the others wait for it.
+    All ranks call this together.  The slowest rank's times count, because the others wait for it.
 
     Cost: about ``seconds`` of work; 5 n floats of memory.
     """
-    if _stands_still(comm):  # such a clock charges for summed bytes at most, so one call is enough
+    if _stands_still(comm):  # such a clock charges at most for summed bytes, so one call is enough
         probe = replace(probe, elements=min(probe.elements, 1 << 10), calls=1)
     work = _Work(comm, probe.elements)
     tasks: dict[str, Callable[[], Awaitable[tuple[float, int]]]] = {
@@ -217,7 +218,7 @@ class _Work:
         return self.comm.now - start, nbytes
 
     async def select(self) -> tuple[float, int]:
-        """Accumulate, select and keep the rest, as in a training run after its first steps."""
+        """Accumulate, select and keep the rest, as in training after the first steps."""
         while self.step < _SETTLED:
             self._select()
         return self._select(), self.residual.numel()
@@ -255,11 +256,11 @@ async def _measure_turn(
 ) -> Measured:
     """Return the seconds lost per turn (``Machine.turn``), bit-identical on all ranks.
 
-    All ranks rehearse an exchange of ``budgeted``.  The machine measured so far predicts the time of its
-    messages, bytes and entries; the rest of the exchange's time is divided by the number of turns.  This
-    rest is large if ranks share cores: a rank that waits for entries while others work gets its core
-    back a time slice later.  As in a training step, every exchange follows a selection.  Exchanges back
-    to back, with warm caches, would take half as long (measured).
+    All ranks rehearse an exchange of ``budgeted``.  The times measured so far predict how long its
+    messages, bytes and entries take; the rest of the exchange's time is divided by the number of turns.
+    This rest is large if ranks share cores: a rank that waits for entries while others work gets its core
+    back a time slice later.  As in a training step, every exchange follows a selection.  Without
+    selections in between, caches would be warm, and exchanges would take half as long (measured).
 
     ``ahead`` is the offset of this rank's clock from rank 0's, in seconds.
     """
@@ -286,7 +287,7 @@ async def _measure_turn(
     collective, end = Budgeted(), comm.now + seconds
     for step in range(_MOST + 1):
         if work is not None:
-            await work.select()  # leaves caches cold, as a training step does
+            await work.select()  # this leaves caches cold, as a training step does
         # all ranks start at an agreed time, because a barrier would release them one by one
         mine = torch.tensor(
             [comm.now - ahead + (0.0 if still else _AHEAD)], dtype=torch.float64, device="cpu"

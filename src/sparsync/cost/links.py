@@ -1,4 +1,4 @@
-"""Times messages over a group's links as collectives use them: all together, in both directions.
+"""Time messages over a group's links in the way collectives use them: all at once, in both directions.
 
 In a round, every rank r sends to rank r + ``shift`` and receives from rank r - ``shift``.  Rounds with
 the same shift follow each other without a barrier, like the phases of a collective.
@@ -32,17 +32,17 @@ __all__ = [
 
 _PHASE = "calibrate"
 _CONTROL = Raw("control")
-_SHORTEST = 1e-12  # seconds, added to every time because ratios to zero are undefined
+_SHORTEST = 1e-12  # seconds, added to every time because a ratio to zero is undefined
 _SMALLEST, _FACTOR = 256, 4  # bytes of the first messages; ratio of consecutive sizes
-# A visit to a size sends messages of this size in this many counted rounds per shift, after an uncounted
-# one.
+# A visit to a size sends messages of this size.  Per shift, it makes one uncounted round and then this
+# many counted ones.
 _ROUNDS = 4
-_PINGS = 8  # round trips per rank to compare its clock
+_PINGS = 8  # round trips by which a rank's clock is compared
 _SHARE = 0.25  # fraction of the remaining time that the first visit to a size may take
 _CONFIDENCE, _RESAMPLES = 0.95, 200  # for intervals: 5 of 200 resamples lie beyond each end
 
 Interval = tuple[float, float]
-"""Lowest and highest value compatible with the measurement."""
+"""The lowest and the highest value that are compatible with the measurement."""
 
 Measured = tuple[float, Interval]
 """A number, and its 95 % interval."""
@@ -54,7 +54,7 @@ Measured = tuple[float, Interval]
 def fit_line(seconds_of: Mapping[int, float]) -> tuple[float, float]:
     """Fit ``seconds = alpha + beta nbytes`` through the largest size; neither number is negative.
 
-    The line passes through the largest size exactly, because this size measures beta best; the small
+    The line passes exactly through the largest size, because this size determines beta best; the small
     sizes determine alpha.  Deviations are ratios, because times span orders of magnitude.  They are not
     squared, so that an outlier due to a buffer or a protocol has little influence.  Unless alpha or beta
     is zero, the line also passes through a second point.
@@ -98,8 +98,8 @@ def fit_with_intervals(samples: Mapping[int, Sequence[float]]) -> dict[str, Meas
 def fit_pace(batches: Sequence[tuple[float, float]]) -> Measured:
     """Return the seconds per unit over all batches, with an interval from the bootstrap.
 
-    The result is total seconds over total units, and not a median: if processes share cores, most calls
-    run undisturbed, and a few long waits make the processes slow.
+    The result is the total number of seconds divided by the total number of units.  A median would be
+    wrong: if processes share cores, most calls run undisturbed, but a few long waits make them slow.
 
     Args:
         batches: the seconds and the units of work of every batch.
@@ -133,7 +133,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks; its alpha is only as accurate as the two ranks' clocks."""
+    """One direction between two ranks; its alpha is only as accurate as their clocks' offsets."""
 
     source: int
     dest: int
@@ -143,29 +143,29 @@ class Link:
 
 @dataclass(frozen=True)
 class Probe:
-    """The limits of the measurement, first for messages, then for the ranks' own work."""
+    """Limits of the measurement; the last two fields concern the ranks' work, the others the links."""
 
     # bytes of the largest message; on a 10 Gbit/s link, it takes 70 times as long as a latency of 50 us
     largest: int = 1 << 22
-    # maximum number of visits per size; sizes alternate, so that a busy moment affects all of them
+    # largest number of visits per size; sizes alternate, so that a busy moment affects all of them
     visits: int = 8
-    # maximum number of shifts; if no more exist, all are used and every link is measured
+    # largest number of shifts; if there are no more than this, every link is measured
     shifts: int = 8
     budget: float = 0.6  # fraction of the calibration's time that is spent on the links
     elements: int = (
         1 << 22
     )  # elements of the ranks' vectors: 16 MB, more than most second-level caches
-    # maximum number of calls in a batch of work, which also ends when its time is up
+    # largest number of calls in a batch of work, which also ends when its time is up
     calls: int = 1000
 
 
 async def measure_links(
     comm: Communicator, seconds: float, probe: Probe
 ) -> tuple[dict[str, Measured], tuple[Link, ...], tuple[Clock, ...], tuple[int, ...]]:
-    """Fit latency and bandwidth of a group of two or more; all ranks call it together.
+    """Fit latency and bandwidth of a group of two or more ranks; all ranks call this together.
 
-    Sizes grow as long as they fit into ``probe.budget`` of the time, or until the bandwidth shows in the
-    times.  After that, the sizes are repeated alternately.
+    Sizes grow as long as they fit into the fraction ``probe.budget`` of the time, and in any case until
+    the bandwidth shows in the times.  After that, the sizes are repeated in turn.
 
     Returns:
         "alpha" and "beta" of all links together; each single link; each rank's clock; the sizes.
@@ -176,8 +176,7 @@ async def measure_links(
     cost = survey.cost(size)
     first, bytes_show = survey.pace(size), False
     survey.times.clear()
-    # a line needs two sizes, and the transfer of one must take as long as the latency, whatever that
-    # costs
+    # a line needs two sizes, and one transfer must take as long as the latency, even if time runs out
     while size <= probe.largest and (not bytes_show or cost <= survey.left * _SHARE):
         await survey.visit(size, _ROUNDS)
         bytes_show = len(survey.times) > 1 and survey.pace(size) >= 2 * first
@@ -193,7 +192,7 @@ async def measure_links(
 
 
 class _Survey:
-    """One rank's part of the measurement, in which all ranks make the same decisions."""
+    """One rank's part in measuring the links; all ranks make the same decisions."""
 
     def __init__(self, comm: Communicator, seconds: float, most_shifts: int) -> None:
         self.comm, self.seconds = comm, seconds
@@ -210,15 +209,15 @@ class _Survey:
         return self.seconds - self.spent
 
     def pace(self, size: int) -> float:
-        """Return the seconds for a round of this size that only the links delay."""
+        """Return the seconds for a round of this size if only the links cause delays."""
         return float(_paces(self.times[size][-1]).quantile(0.25))
 
     def cost(self, size: int) -> float:
-        """Return the expected seconds for a visit to a size, judging from the last one."""
+        """Return the expected seconds for a visit to a size, judging from the last visit."""
         return len(self.shifts) * (_ROUNDS + 1) * self.pace(size)
 
     async def visit(self, size: int, rounds: int) -> None:
-        """Run rounds at every shift, after one uncounted round."""
+        """Send messages of a size in one uncounted and ``rounds`` counted rounds at every shift."""
         comm = self.comm
         # random bytes, because zeros would make a compressing tunnel look fast
         payload = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cpu")
@@ -242,7 +241,7 @@ class _Survey:
         self.times.setdefault(size, []).append(everyone[:, :-1].reshape(shape))
 
     async def compare_clocks(self) -> tuple[Clock, ...]:
-        """Compare every clock with rank 0's as NTP does, by the fastest of several round trips."""
+        """Compare every clock with rank 0's like NTP, by the fastest of several round trips."""
         comm = self.comm
         fit = int(_SHARE * self.seconds / (2 * self.pace(_SMALLEST) * comm.world_size + 1e-9))
         best = Clock(uncertainty=math.inf) if comm.rank else Clock()
@@ -263,7 +262,7 @@ class _Survey:
         return tuple(Clock(*pair.tolist()) for pair in gathered)
 
     def each_link(self, clocks: Sequence[Clock]) -> tuple[Link, ...]:
-        """Fit every link separately, to the times from when both ranks are ready until the arrival."""
+        """Fit every link separately; a time runs from when both ranks are ready until the arrival."""
         ahead = _numbers([clock.ahead for clock in clocks]).view(-1, 1, 1, 1)
         # convert all times to rank 0's clock
         common = {size: torch.cat(visits, dim=2) - ahead for size, visits in self.times.items()}
@@ -288,5 +287,5 @@ def _numbers(values: list[float]) -> Tensor:
 
 
 def _paces(times: Tensor) -> Tensor:
-    """Return `[shifts * rounds]` times between the ends of consecutive rounds, as medians over ranks."""
+    """Return the median over ranks of the times from round end to round end: `[shifts * rounds]`."""
     return times[..., 2].diff(dim=2).quantile(0.5, dim=0).flatten()

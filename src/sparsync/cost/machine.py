@@ -1,4 +1,4 @@
-"""``Machine``: the seconds that links and ranks take per message, byte, element and entry."""
+"""``Machine``: the seconds that links and ranks need per message, byte, element and entry."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Machine:
         encode: seconds per packed entry.
         decode: seconds per entry for unpacking and merging.
         distance: the part of alpha, in seconds, for which a message is in flight.  Messages that are sent
-            together share this part; each pays the rest of alpha.
-        turn: seconds lost whenever a rank has finished work and waits for the entries of others: a time
-            slice of the system if there are more ranks than cores, 0 if each rank has its own core.
+            together share this part; the rest of alpha counts for each of them.
+        turn: seconds lost whenever a rank has finished work and waits for other ranks' entries: one of
+            the system's time slices if there are more ranks than cores, 0 if each rank has its own core.
 
     Example:
         >>> gigabit = Machine(alpha=50e-6, beta=8e-9)
@@ -57,7 +57,7 @@ class Machine:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """Return plain numbers."""
+        """Return the fields as plain numbers, by name."""
         return asdict(self)
 
     @classmethod

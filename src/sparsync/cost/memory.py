@@ -1,4 +1,4 @@
-"""Predicts how much memory a rank needs for training, and how much ``attach`` adds.
+"""Predict how much memory a rank needs for training, and how much ``attach`` adds.
 
 Training needs memory for the weights, the gradients, DDP's buckets, and the optimizer's state.
 ``attach`` adds, depending on whether gradients or updates are exchanged::
@@ -24,7 +24,7 @@ __all__ = ["Footprint", "Optimizer", "footprints"]
 
 Optimizer = Literal["sgd", "sgd-momentum", "adamw", "muon"]
 
-# words of optimizer state per parameter; Muon keeps a momentum for its matrices
+# words of optimizer state per parameter; Muon keeps one momentum for its matrices
 _STATES: Final = MappingProxyType({"sgd": 0, "sgd-momentum": 1, "adamw": 2, "muon": 1})
 _REPLICA: Final = 3  # weights, gradients, DDP's buckets
 _ENTRY: Final = 12  # bytes of a selected entry: its index, its value, its position in a message
@@ -35,10 +35,10 @@ _MESSAGES: Final = 3  # an exchange holds its own message, and the messages of b
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes that a rank needs: ``device`` where the model is, plus ``host`` in host memory.
+    """The bytes that a rank needs: ``device`` on the model's device, and ``host`` in host memory.
 
-    Beside a GPU, the ``host`` bytes are pinned, and torch rounds each allocation of pinned memory up to a
-    power of two, to ``pinned`` bytes in all.
+    If the model is on a GPU, the ``host`` bytes are pinned.  torch rounds each allocation of pinned
+    memory up to a power of two; ``pinned`` is the resulting total.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Footprint:
 
 
 def footprints(size: int, k: int, optimizer: Optimizer) -> list[Footprint]:
-    """Return the memory for training itself, and then the memory that each way to attach adds.
+    """Return the memory for training itself, followed by what each way to attach adds to it.
 
     Args:
         size: number of trained parameters, in float32.

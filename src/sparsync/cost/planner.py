@@ -1,4 +1,4 @@
-"""Predicts a step's exchange time for each collective, which one is fastest, and where dense wins.
+"""Predict each collective's time for a step, the fastest collective, and where dense wins.
 
     seconds   = selection + exchange - hidden
     selection = n select + (entries of the total) decode
@@ -7,8 +7,8 @@
 
 All terms refer to the busiest rank, as counted by ``Collective.cost``.  An entry takes the same time in
 every sparse format.  Messages are sequential, as in the papers; links on which they overlap are faster.
-If the time of computation is given, part of the exchange is hidden behind the backward pass, which takes
-two thirds of that time.  An exchange in m parts (DDP's buckets of 25 MiB, or the units of ``attach``)
+If the computing time is given, part of the exchange is hidden behind the backward pass, which takes two
+thirds of that time.  An exchange in m parts (DDP's buckets of 25 MiB, or the units of ``attach``)
 overlaps the backward pass except for its last part.  If the whole model is a single unit, nothing is
 hidden.
 
@@ -65,12 +65,12 @@ DEFAULT_DENSITY = 0.01
 BUCKET_BYTES = 25 * 2**20  # bytes of gradients per dense exchange, as in PyTorch's DDP
 # fraction of the computation: the backward pass has two matrix products per layer, the forward pass one
 BACKWARD = 2 / 3
-# The overhead of updates apart from their exchange, per local step (for the optimizer) and per exchange
-# (for the shared weights), in passes over the model, each as long as a dense addition.  The numbers were
-# set by hand to match steps of a GPT with 8.4 M parameters in the lab (benchmarks/time_to_loss.md).
+# The overhead of updates besides their exchange: per local step (for the optimizer) and per exchange (for
+# the shared weights).  The unit is a pass over the model that takes as long as a dense addition.  The
+# numbers were set by hand to match a GPT with 8.4 M parameters in the lab (benchmarks/time_to_loss.md).
 STEP_PASSES, EXCHANGE_PASSES = 8, 8
 _NEARLY = 0.9  # fraction of the largest number of entries that fits a budget
-_SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second; break-even is searched between these bandwidths
+_SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is searched
 _PER_DECADE, _HALVINGS = (
     4,
     40,
@@ -85,7 +85,7 @@ class Prediction:
     seconds_selection: float  # seconds to accumulate and select, and to apply the total
     seconds_exchange: float  # seconds from the selected entries to their sum
     bytes_sent: float  # largest number of bytes that a rank sends or receives
-    messages: float  # sequential messages of a rank
+    messages: float  # number of messages that a rank sends in sequence
     equation: str  # paper and number, or "sparsync"
     # lower bound for the same result in words of 4 bytes: two words per entry, or one per dense value
     lower_bound_words: float
@@ -93,7 +93,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """The time for which the step waits: selection and exchange without the hidden part."""
+        """The seconds for which the step waits: selection, and the part of the exchange not hidden."""
         return self.seconds_selection + self.seconds_exchange - self.seconds_hidden
 
 
@@ -175,12 +175,12 @@ class Plan:
 
     choice: str
     why: str  # one sentence
-    # bytes per second below which some sparse candidate always beats dense; 0 if there is no such
-    # bandwidth, None if some candidate wins at every bandwidth
+    # bytes per second below which a sparse candidate always beats dense; 0 if there is no such
+    # bandwidth, None if a sparse candidate wins at every bandwidth
     break_even_bandwidth: float | None
     break_even_density: float | None  # k / n below which sparse always wins; None: up to density 1
     k: int  # entries per rank
-    dense: Prediction  # compared with all candidates, whether or not it competes
+    dense: Prediction  # shown for comparison even if dense is not a candidate
     table: tuple[Prediction, ...]  # all candidates, fastest first
 
 
@@ -205,10 +205,10 @@ def plan(
         candidates: algorithms; if times are equal, the first one wins.
         density: k / n; default 0.01 if neither k nor a budget is given.
         k: entries per rank, instead of a density.
-        budget_bytes: the most that a rank may send or receive per step; collectives that need more are
-            excluded.  If neither density nor k is given, k is derived from the budget.  Every candidate
-            that selects entries can send a certain number of them within the budget.  k is the smallest
-            of these numbers, leaving out those below 90 % of the largest.
+        budget_bytes: the largest number of bytes that a rank may send or receive per step; collectives
+            that need more are excluded.  If neither density nor k is given, k is derived from the budget.
+            Every candidate that selects entries can send a certain number of them within the budget.  k
+            is the smallest of these numbers, leaving out numbers below 90 % of the largest.
         compute: seconds that a forward and backward pass takes; with None, there is no overlap.
         unit_bytes: bytes of gradients per exchange, except for dense; with None, all are exchanged
             together.
@@ -254,8 +254,8 @@ def plan(
         return max(fitting, min(1, size))
 
     if k is None and density is None and budget_bytes is not None:
-        # take the minimum over candidates that fit nearly as many entries as the best one, so that all
-        # of them compete
+        # take the minimum over the candidates that can send nearly as many entries as the best one, so
+        # that all of them can be compared
         counts = [most_entries(c, budget_bytes) for c in candidates if c.result != "whole"]
         most_of_all = max(counts, default=size)
         k = min((count for count in counts if count >= _NEARLY * most_of_all), default=most_of_all)
@@ -273,7 +273,7 @@ def plan(
 
     bandwidth: float | None = 0.0
     most: float | None = 0.0
-    if world_size > 1 and size:  # otherwise nothing is exchanged, whatever the network
+    if world_size > 1 and size:  # otherwise nothing is exchanged on any network
         bandwidth = _break_even(
             lambda rate: sparse_wins(entries, replace(machine, beta=1 / rate)), _SLOWEST, _FASTEST
         )
@@ -349,7 +349,7 @@ def _why(
     density: float | None,
     partners: int,
 ) -> str:
-    """Return a sentence that says which candidate wins, by how much, and where another would.
+    """Return a sentence that says which candidate wins, by how much, and where a different one would.
 
     ``partners`` is 1 for a single rank, and 0 if there is nothing to exchange.
     """

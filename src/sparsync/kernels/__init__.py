@@ -1,8 +1,8 @@
 """The hot loops, dispatched by the dtype and device of their tensors.
 
-Callers import from this package, never from a backend.  Float32 on the CPU goes to C++ (``native.py``)
-if it was built, float32 on a GPU to Triton (``triton.py``) if it is installed, and everything else to
-PyTorch (``reference.py``), which documents and specifies the functions.  The other backends are
+Callers import from this package, never from a backend.  For float32 on the CPU, C++ (``native.py``) is
+used if it was built; for float32 on a GPU, Triton (``triton.py``) if it is installed.  Everything else
+uses PyTorch (``reference.py``), which documents and specifies the functions.  The other backends are
 bit-equal to it in integers, floats, Inf, denormals and signs.  Only the bits of a NaN that results from
 a sum are unspecified.
 """
@@ -53,8 +53,8 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
     """Return the module that handles these tensors: ``native``, ``triton`` or ``reference``.
 
     Args:
-        tensors: the tensors that determine the backend; without any, it is ``reference``.
-        dtype: the only dtype of these tensors that compiled kernels accept.
+        tensors: the tensors that determine the backend; if there are none, it is ``reference``.
+        dtype: the only dtype that compiled kernels accept for these tensors.
     """
     on_cpu, on_cuda = bool(tensors), bool(tensors)
     # this runs dozens of times per step, so it only reads properties and builds no sets
@@ -74,14 +74,14 @@ def backend_of(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> Any:
 
 @functools.cache
 def _triton(device: torch.device) -> Any:
-    """Return the Triton backend, imported at the first CUDA tensor, or None where it cannot be used."""
+    """Import the Triton backend and return it; return None if it cannot be used on this device."""
     # imported lazily, because processes without a GPU do not need it
     backend = importlib.import_module("sparsync.kernels.triton")
     if not backend.installed():
         return None
     first, second = torch.zeros(2, 1, device=device)
     try:
-        # Triton compiles C code for its first launch, which fails without a compiler or Python's headers
+        # the first launch makes Triton compile C code, which fails without a compiler or Python's headers
         backend.accumulate_(first, second)
     except Exception as error:
         _warn_that_triton_fails(str(device), first_line(error))
@@ -113,7 +113,7 @@ def _dispatched(
     deciding: Callable[..., Sequence[Tensor]] = lambda *arguments: arguments[:1],
     dtype: torch.dtype = torch.float32,
 ) -> Callable[P, R]:
-    """Return a function that calls the backend chosen by ``deciding`` tensors, or the specification."""
+    """Return a function that calls the backend for the tensors that ``deciding`` returns."""
     name, in_place = specification.__name__, specification.__name__.endswith("_")
 
     signature = inspect.signature(specification)
@@ -126,7 +126,7 @@ def _dispatched(
         tensors = deciding(*arguments)
         backend = backend_of(*tensors, dtype=dtype)
         if in_place and not all(tensor.is_contiguous() for tensor in tensors):
-            # a kernel would change the contiguous copy that is made below, not the caller's tensor
+            # a kernel would change the contiguous copy made below instead of the caller's tensor
             return getattr(reference, name)(*arguments, **named)
         return getattr(backend, name)(*map(_contiguous, arguments), **named)
 

@@ -1,7 +1,8 @@
 """Magnitude keys: integers that order floats by magnitude, on any device.
 
 The key of x consists of the bits of ``|x|``, read as an integer.  Keys order finite floats like ``abs``,
-with Inf above them and NaN above Inf.  So a NaN is selected and noticed, never silently lost.
+with Inf above them and NaN above Inf.  A NaN is therefore always selected and noticed, never lost
+silently.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BITS = MappingProxyType(
 
 
 def magnitude_keys(x: Tensor) -> Tensor:
-    """Return integers of the same shape that order like ``|x|``; only zeros have the key 0.
+    """Return integers of the same shape, ordered like ``|x|``; only zeros have the key 0.
 
     Example:
         >>> keys = magnitude_keys(torch.tensor([0.0, -2.0, 1.0, float("nan"), float("inf")]))
@@ -54,7 +55,7 @@ def _bits_of(dtype: torch.dtype) -> tuple[torch.dtype, int]:
 
 
 def check_pair(residual: Tensor, gradient: Tensor) -> None:
-    """Refuse vectors that cannot swap their contents."""
+    """Refuse two vectors that cannot swap their contents."""
     kinds = [(t.shape, t.dtype, t.device, t.is_contiguous()) for t in (residual, gradient)]
     if kinds[0] != kinds[1] or residual.dim() != 1 or not residual.is_contiguous():
         ours, theirs = (f"{[*t.shape]} x {t.dtype} on {t.device}" for t in (residual, gradient))

@@ -1,4 +1,4 @@
-"""Compute how much weights have changed since an exchange: in one pass on a GPU, else in 2 or 3."""
+"""Compute how much the weights have changed since an exchange: one pass on a GPU, otherwise 2 or 3."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def move_(
 
     Args:
         made: the output, 1-D, with the dtype of ``shared``; shares no memory with the other tensors.
-        shared: has the length of ``made``, as do all other tensors.
-        withheld: None means zeros.
-        weights: of any floating-point dtype; None means zeros.
-        shown: factor of ``withheld``.
+        shared: the shared weights, with the length of ``made``, like all other tensors.
+        withheld: the part that is subtracted from ``shared``; None means zeros.
+        weights: this rank's weights, of any floating-point dtype; None means zeros.
+        shown: the factor by which ``withheld`` is multiplied.
         dtype: the dtype to which ``shared - shown * withheld`` is rounded; None for no rounding.
     """
     vectors = [made, shared, *([] if withheld is None else [withheld])]
     every = vectors if weights is None else [*vectors, weights]
-    # with another factor, the product would have to be rounded as in torch, which differs between
-    # devices
+    # with a factor other than 1, the product would have to be rounded as torch rounds it, which differs
+    # between devices
     simple = shown == 1.0 and {dtype or torch.float32, every[-1].dtype} <= set(_FLOATS)
     backend = backend_of(*vectors)
     if simple and backend not in (reference, native) and all(v.is_contiguous() for v in every):

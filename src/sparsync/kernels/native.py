@@ -1,12 +1,12 @@
 """The hot loops in C++ (``native/``), for float32 on the CPU; ``reference.py`` describes them.
 
 They are built when the package is installed, if there is a C++ compiler.  The instruction set is chosen
-at run time: AVX-512, AVX2, NEON, or plain C++.  The environment variable ``SPARSYNC_KERNELS`` selects
-another one; its value ``torch`` disables this module.  Passes over large vectors use up to
+at run time: AVX-512, AVX2, NEON, or plain C++.  The environment variable ``SPARSYNC_KERNELS`` overrides
+the choice; the value ``torch`` disables this module.  Passes over large vectors use up to
 ``torch.get_num_threads()`` threads.
 
-Tensors are passed as addresses.  This module or C++ refuses arguments that would cause accesses out of
-bounds.  The functions for messages are the fused passes of ``wire/packed.py`` and
+Tensors are passed as addresses.  This module or the C++ code refuses arguments that would cause
+accesses out of bounds.  The functions for messages are the fused passes of ``wire/packed.py`` and
 ``wire/messages.py``.
 """
 
@@ -55,8 +55,8 @@ __all__ = [
     "unpack_and_undeal",
 ]
 
-# The version of the extension's functions; it must equal the one in native/module.cpp, because an
-# extension built from other sources might mistake lengths for addresses.
+# The version of the extension's functions.  It must equal the version in native/module.cpp, because an
+# extension built from older sources might mistake lengths for addresses.
 _INTERFACE: Final = 10
 
 
@@ -75,20 +75,20 @@ def _load() -> Any:
 
 EXTENSION: Final[Any] = _load()  # the extension module, or None
 
-# elements per additional thread, which takes 50 us to start; a pass over them takes 200 us
+# elements per additional thread: a pass over them takes 200 us, and starting a thread takes 50 us
 _ELEMENTS_PER_THREAD: Final = 1 << 20
-# up to this size, ``find`` without a limit allocates for all elements instead of counting first
+# up to this size, ``find`` without a limit allocates memory for all elements instead of counting first
 _SMALL: Final = 1 << 14
 # from this size on, ``top`` guesses a threshold from a sample instead of counting all keys
 _SAMPLED: Final = 1 << 17
-_STRIDE: Final = 256  # sample one element in this many,
-_SAMPLES: Final = 1 << 12  # or more often, to get at least this many samples
+_STRIDE: Final = 256  # largest distance between sampled elements
+_SAMPLES: Final = 1 << 12  # smallest number of samples
 _ENTRY_BYTES: Final = (
     8,
     2,
     1,
     4,
-)  # minimal bytes of an entry in a message, by the form of its values
+)  # the smallest number of bytes per entry in a message, by the form of its values
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 @functools.cache
 def chosen() -> str:
-    """Return the instruction set in use; ``torch`` if this module is not used.
+    """Return the name of the instruction set in use; ``torch`` if this module is not used.
 
     Raises:
         ConfigurationError: ``SPARSYNC_KERNELS`` names an instruction set that is not available.
@@ -120,7 +120,7 @@ def chosen() -> str:
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """Cost: one pass that reads and writes both vectors."""
+    """Swap and add in C++.  Cost: one pass that reads and writes both vectors."""
     check_pair(residual, gradient)
     pair, n = (_address("residual", residual), _address("gradient", gradient)), residual.numel()
     if key is None:
@@ -130,7 +130,7 @@ def accumulate_(
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
-    """Cost: one pass over x; a second one without a limit."""
+    """Find entries in C++.  Cost: one pass over x; without a limit, a second pass."""
     n = x.numel()
     searched = _address("x", x), n
     if limit is None:
@@ -144,8 +144,8 @@ def _collect(
     kernel: Callable[..., int], vectors: tuple[int, ...], key: int, limit: int
 ) -> tuple[Tensor, Tensor] | None:
     n = vectors[-1]
-    # give every thread room for ``limit`` entries of its own, because memory costs nothing until it is
-    # written; C++ then joins the results
+    # every thread gets room for ``limit`` entries, because memory costs nothing until it is written; C++
+    # then joins the threads' results
     limit, workers = max(min(limit, n), 0), _workers(n)
     indices, values = empty(workers * limit, torch.int64), empty(workers * limit, torch.float32)
     ends = indices.data_ptr(), values.data_ptr()
@@ -158,19 +158,19 @@ def _workers(n: int) -> int:
 
 
 def _low(key: int) -> int:
-    """Return the key clamped to 1 .. 2^31; at least 1, so that zeros are never selected."""
+    """Return the key clamped to 1 .. 2^31; with 0, zeros would be selected."""
     return min(max(key, 1), 1 << 31)
 
 
 def top(x: Tensor, k: int) -> Tensor:
-    """Cost: for large x, one pass and a selection among about k, or six passes if the sample misleads."""
+    """Select in C++.  Cost for large x: one pass and a selection among about k; at worst six passes."""
     n, address = x.numel(), _address("x", x)
     k = min(k, n)
     if k <= 0:
         return empty(0, torch.int64)
     if n >= _SAMPLED and 4 * k <= n:
-        # The guess only affects the cost: if there are at least k candidates, the top k are among them;
-        # if there are fewer, or far too many, all keys are counted.
+        # The guess affects only the cost: if there are at least k candidates, the top k are among them.
+        # If there are fewer, or far too many, all keys are counted.
         key = EXTENSION.guess(address, n, k, min(_STRIDE, n // _SAMPLES))
         candidates = find(x, key, 4 * k + _SMALL)
         if candidates is not None and candidates[0].numel() >= k:
@@ -248,7 +248,7 @@ Levels = tuple[int, int, float, Tensor, Tensor]
 
 
 def quantise(values: Tensor, levels: Levels) -> Tensor:
-    """Cost: one pass."""
+    """Return the bytes of scales and codes.  Cost: one pass."""
     n = values.numel()
     middle, end = _level_bytes(n, levels)
     raw = empty(end, torch.uint8)
@@ -259,7 +259,7 @@ def quantise(values: Tensor, levels: Levels) -> Tensor:
 def decode_levels_(
     into: Tensor, raw: Tensor, levels: Levels, divisor: float, *, keep: bool
 ) -> None:
-    """Decode and divide; with ``keep``, add to ``into``.  All of this takes one pass."""
+    """Decode, divide, and write to ``into`` or, with ``keep``, add to it.  Cost: one pass."""
     middle = _level_bytes(into.numel(), levels)[0]
     Codes(raw[:middle], raw[middle:], into.numel(), levels).decode_(into, 0, divisor, keep=keep)
 
@@ -268,8 +268,7 @@ def decode_levels_(
 class Codes:
     """The scales and codes of ``size`` values, which are written and read in runs.
 
-    All arguments are checked once, because a check takes as long as processing the codes of ten
-    thousand values.
+    All arguments are checked only once, because a check takes as long as processing ten thousand codes.
     """
 
     def __init__(self, scales: Tensor, codes: Tensor, size: int, levels: Levels) -> None:
@@ -305,7 +304,7 @@ class Codes:
         plus: Tensor | None = None,
         less: Sequence[Codes] = (),
     ) -> None:
-        """Decode elements from ``start`` on, subtract ``less``, divide; add to ``into`` if ``keep``."""
+        """Decode elements from ``start`` on, subtract ``less``, divide, and write or add the result."""
         n = into.numel()
         if plus is not None and plus.numel() != n:
             raise ConfigurationError(f"{plus.numel()} values to be added to {n}")
@@ -328,7 +327,7 @@ class Codes:
 
 
 def sum_codes_(into: Tensor, messages: Sequence[Codes], start: int, own: Tensor | None) -> None:
-    """Write the sum of several messages' runs, plus ``own``, in one pass whose sums stay in the cache."""
+    """Write the sum of several messages' runs, plus ``own``, in one pass; sums stay in the cache."""
     n = into.numel()
     if own is not None and own.numel() != n:
         raise ConfigurationError(f"{own.numel()} values for a sum of {n}")
@@ -339,20 +338,20 @@ def sum_codes_(into: Tensor, messages: Sequence[Codes], start: int, own: Tensor 
 
 
 def _level_bytes(n: int, levels: Levels) -> tuple[int, int]:
-    """Return the number of bytes of the scales, and of scales and codes together."""
+    """Return the number of bytes of the scales, and the number of bytes of scales and codes."""
     scales = 2 * -(-n // levels[1])
     return scales, scales - -n * levels[0] // 8
 
 
 # ---- Adam's moments ---------------------------------------------------------------------------------
 
-# the fields are: the factors of the second moment in the desired step and in the step that was made;
-# eps; the learning rate
+# the fields are: the factor of the second moment in the desired step, its factor in the step that was
+# made, eps, and the learning rate
 Moments = tuple[float, float, float, float]
 
 
 def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) -> None:
-    """Cost: one pass that reads three vectors and writes one."""
+    """Correct Adam's steps in C++.  Cost: one pass that reads three vectors and writes one."""
     n = weights.numel()
     if first.numel() != n or second.numel() != n:
         raise ConfigurationError(
@@ -380,8 +379,8 @@ def lengthen_rows_(
 # ---- exchanges of packed messages -------------------------------------------------------------------
 
 
-# the fields are: the header with a count of 0, as two integers; form and block of the values; elements
-# per owner
+# the fields are: the header with a count of 0, as two integers; the values' form and block; the number of
+# elements per owner
 Style = tuple[int, int, int, int, int]
 
 
@@ -396,8 +395,8 @@ def deal_and_pack(
 ) -> tuple[list[Tensor], Tensor, tuple[Tensor, Tensor]] | None:
     """Deal entries to owners; pack a message of at most ``stride`` bytes for every owner except ``rank``.
 
-    Return a message per owner (empty for ``rank``), the values as they will arrive, and the rank's own
-    entries; or None if a share has more than ``limit`` entries.
+    Return a message per owner (empty for ``rank``), the values that the owners will see, and the rank's
+    own entries; return None if a share has more than ``limit`` entries.
     """
     nnz = values.numel()
     messages, lengths = empty(world_size * stride, torch.uint8), empty(world_size, torch.int64)
@@ -416,7 +415,7 @@ def deal_and_pack(
 def unpack_and_sum(
     messages: Sequence[Tensor], rank: int, indices: Tensor, values: Tensor, style: Style, k: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Sum the messages and ``rank``'s own entries in rank order; None if a message is malformed."""
+    """Sum messages and ``rank``'s entries in rank order; return None if a message is malformed."""
     most = max(min(k, style[-1]), 0)
     room = empty(most, torch.int64), empty(most, torch.float32)
     given = _raw(messages), rank, *_entries(indices, values), style, k
@@ -433,10 +432,11 @@ def unpack_and_undeal(
     sums: Tensor,
     sent: tuple[Tensor, Tensor],
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """Join the messages of all owners into a vector of ``size``; None if a message is malformed.
+    """Join all owners' messages into a vector of ``size`` elements.
 
     Return the vector's ``k`` largest entries, and the part of them that ``rank`` delivered: the entries
-    that it ``sent``, plus the difference between its message and its ``sums``.
+    that it ``sent``, plus the difference between its message and its ``sums``.  Return None if a message
+    is malformed.
     """
     most = min(size, max(k, 0), sum(message.numel() for message in messages))
     rooms = [(empty(most, torch.int64), empty(most, torch.float32)) for _ in range(2)]
@@ -462,8 +462,8 @@ def _room(pair: tuple[Tensor, Tensor]) -> tuple[int, int, int]:
 # ---- messages of regions -----------------------------------------------------------------------------
 
 
-# the fields are: the first 8 bytes of a message with a count of 0; the form of its values (0: coo);
-# their block
+# the fields are: the first 8 bytes of a message with a count of 0; the form of its values (0 means coo);
+# the values' block
 Layout = tuple[int, int, int]
 Share = Tensor | tuple[Tensor, Tensor]  # a message, or indices and values
 
@@ -471,8 +471,8 @@ Share = Tensor | tuple[Tensor, Tensor]  # a message, or indices and values
 def cut_messages(
     indices: Tensor, values: Tensor, boundaries: Sequence[int], own: int, layout: Layout
 ) -> list[Tensor]:
-    """Cut entries at the boundaries and write one message per region; the message of ``own`` is empty."""
-    # an entry takes at most 32 bits of value and 35 bits of index, and every message also has a header
+    """Cut entries at the boundaries; return one message per region, which is empty for ``own``."""
+    # an entry takes at most 32 bits for its value and 35 for its index; every message also has a header
     room = 9 * values.numel() + 32 * len(boundaries)
     out = empty(room, torch.uint8)
     given = *_entries(indices, values), list(boundaries), own, layout
@@ -483,14 +483,14 @@ def cut_messages(
 def fold_messages(
     shares: Sequence[Share], layout: Layout, width: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Sum the shares of a region in the given order; None if a message is malformed."""
+    """Sum a region's shares in the given order; return None if a message is malformed."""
     return _unpacked(EXTENSION.fold, shares, layout, width)
 
 
 def join_messages(
     messages: Sequence[Tensor], layout: Layout, spans: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, Tensor] | None:
-    """Join the messages of ascending regions ``[start, stop)``; None if a message is malformed."""
+    """Join messages for ascending regions ``[start, stop)``; return None if one is malformed."""
     return _unpacked(EXTENSION.join, messages, layout, list(spans))
 
 
@@ -525,7 +525,7 @@ def _address(name: str, tensor: Tensor, dtype: torch.dtype = torch.float32) -> i
 
 
 def _entries(indices: Tensor, values: Tensor) -> tuple[int, int, int]:
-    """Return both addresses and the number of entries."""
+    """Return the addresses of indices and values, and the number of entries."""
     if indices.dim() != 1 or indices.shape != values.shape:
         raise ConfigurationError(
             f"indices {tuple(indices.shape)} and values {tuple(values.shape)} must be 1-D and "
@@ -536,12 +536,12 @@ def _entries(indices: Tensor, values: Tensor) -> tuple[int, int, int]:
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """Allocate on the CPU, whatever the default device is; unwritten memory costs nothing."""
+    """Allocate a tensor on the CPU, whatever the default device is; unwritten memory costs nothing."""
     return torch.empty(count, dtype=dtype, device="cpu")
 
 
 def _guarded(kernel: Callable[..., Any], *arguments: object) -> Any:
-    """Call a kernel that checks its arguments; turn its ValueError into a ConfigurationError."""
+    """Call a kernel that checks its arguments; convert its ValueError to a ConfigurationError."""
     try:
         return kernel(*arguments)
     except ValueError as error:

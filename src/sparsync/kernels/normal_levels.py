@@ -75,11 +75,11 @@ def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def quantise(values: Tensor, bits: int, block: int, limit: float) -> Tensor:
-    """Return the bytes of bf16 scales, then of codes.
+    """Return the bytes of the bf16 scales, followed by the bytes of the codes.
 
     Thresholds are multiples of a block's root mean square.  A block's scale is ``<q, x> / <q, q>``, where
-    q is the vector of its levels, so the decoded block is the projection of x onto q.  A block with NaN
-    or Inf becomes NaN.
+    q is the vector of its levels, so the decoded block is the projection of x onto q.  If a block has NaN
+    or Inf, all of its values become NaN.
 
     Args:
         values: any number of float32 values.
@@ -100,8 +100,8 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
     blocks = packing.in_blocks(values, block)
     magnitudes = blocks.abs()
     peaks = magnitudes.amax(1, keepdim=True)
-    # dividing by a power of two near the largest value keeps squares from overflowing, and keeps
-    # squares that matter from underflowing
+    # after division by a power of two near the largest value, no square overflows, and no square that
+    # matters underflows
     units = (peaks.view(torch.int32) & _EXPONENT).clamp(_SMALLEST, _LARGEST).view(torch.float32)
     scaled = magnitudes / units
     if bits == _UNIFORM:
@@ -112,7 +112,7 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
         lengths = torch.full_like(peaks, block)
         lengths[-1:] -= blocks.numel() - count
         squares = sums_of_halves(scaled * scaled) / lengths
-        # take the root in float64 and round once, because PyTorch's float32 square root may be off by
+        # take the root in float64 and round it once, because PyTorch's float32 square root may be off by
         # one bit
         spread = squares.double().sqrt().float()
         number = torch.zeros_like(blocks, dtype=torch.uint8)
@@ -128,7 +128,7 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
     scales = packing.unpack_values(raw, len(blocks), packing.BF16, 1)[:, None]
     negative = (blocks < 0) & (nearest > 0)
     codes = number | negative.to(torch.uint8) << (bits - 1)
-    # allow only one encoding each for zeros and NaN, so that equal vectors give equal bytes
+    # blocks of zeros and of NaN have only one encoding each, so that equal vectors give equal bytes
     codes = torch.where(scales > 0, codes, 0)
     return torch.cat([raw, pack_codes(codes.view(-1)[:count], bits)])
 
@@ -136,7 +136,7 @@ def quantise_plainly(values: Tensor, bits: int, block: int, limit: float) -> Ten
 def decode_(
     into: Tensor, raw: Tensor, bits: int, block: int, divisor: float = 1.0, *, keep: bool = True
 ) -> None:
-    """Decode the bytes of ``quantise``, divide, and add to ``into`` (float32) or overwrite it."""
+    """Decode the result of ``quantise``, divide, and write to ``into`` (float32) or add to it."""
     count, raw = into.numel(), raw.contiguous()
     middle = SCALE_BYTES * -(-count // block)
     Codes(raw[:middle], raw[middle:], count, bits, block).decode_(into, 0, divisor, keep=keep)
@@ -158,8 +158,8 @@ def decode_plainly_(
 class Codes:
     """The scales and codes of ``size`` values, in two separate tensors, written and read in runs.
 
-    A run starts at the start of a block, and ends at the end of a block or at the last value.  ``limit``
-    is the largest scale that is written.
+    A run begins where a block begins, and ends at the end of a block or at the last value.  ``limit`` is
+    the largest scale that is written.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Codes:
         codes.copy_(raw[scales.numel() :])
 
     def decode_(self, into: Tensor, start: int, divisor: float = 1.0, *, keep: bool = True) -> None:
-        """Decode elements from ``start`` on as ``decode_`` does; ``into`` may be on another device."""
+        """Decode elements from ``start`` on like ``decode_``; ``into`` may be on a different device."""
         self.add_difference_(into, start, (), divisor, keep=keep)
 
     def _levels_on(self, device: torch.device) -> native.Levels:
@@ -211,7 +211,7 @@ class Codes:
         keep: bool,
         plus: Tensor | None = None,
     ) -> None:
-        """Write ``(self - sum of less) / divisor``; with ``keep``, add it and ``plus`` to ``into``."""
+        """Write ``(self - sum(less)) / divisor`` or, with ``keep``, add it and ``plus`` to ``into``."""
         messages, more = (self, *less), () if plus is None else (plus,)
         backend = _backend_for(messages, into, *more)
         if backend is native and self._native is not None:
@@ -237,9 +237,10 @@ class Codes:
 
     @staticmethod
     def sum_to_(into: Tensor, messages: Sequence[Codes], start: int, *own: Tensor) -> None:
-        """Write the messages' sum, in their order, plus ``own``, from element ``start`` on, to ``into``.
+        """Write the sum of the messages, from element ``start`` on, plus ``own``, to ``into``.
 
-        ``own`` is at most two vectors; if there are two, their sum may overwrite the first.
+        Messages are added in the given order.  ``own`` is at most two vectors; if there are two, their
+        sum may overwrite the first.
         """
         backend = _backend_for(messages, into, *own)
         if backend is not None and backend is not native:
@@ -259,14 +260,14 @@ class Codes:
 
 
 def _rows(messages: Sequence[Codes], into: Tensor, start: int) -> Tensor:
-    """Return each message's bytes for the elements of ``into``, a row per message, on its device."""
+    """Return the bytes for the elements of ``into``, a row per message, on the device of ``into``."""
     # a rank's own messages are on its device, but other ranks' messages are in host memory
     runs = [torch.cat(message.run(start, into.numel())).to(into.device) for message in messages]
     return torch.stack(runs)
 
 
 def _backend_for(messages: Sequence[Codes], *vectors: Tensor) -> Any:
-    """Return the backend that handles all these messages and vectors, or None for the specification."""
+    """Return the backend that can handle all these messages and vectors; None for the specification."""
     first, backend = messages[0], backend_of(*vectors)
     if backend is reference or first.block % 8 or not all(v.is_contiguous() for v in vectors):
         return None
@@ -279,7 +280,7 @@ def _backend_for(messages: Sequence[Codes], *vectors: Tensor) -> Any:
 
 
 def sums_of_halves(rows: Tensor) -> Tensor:
-    """Add the halves of each row until one number is left.
+    """Return the sum of each row, computed by adding its halves until one number is left.
 
     This fixes the order of additions; with ``sum``, it would depend on the machine and its threads.
     """

@@ -1,12 +1,13 @@
-"""Packing of sparse vectors into few bits, with Elias-Fano indices and bf16, int8 or float32 values.
+"""Pack sparse vectors into few bits, with Elias-Fano indices and bf16, int8 or float32 values.
 
 ``pack`` and ``unpack`` dispatch to C++ (``native/packing.cpp``) or Triton.  The other functions are the
 specification, in plain PyTorch on any device; both backends are bit-equal to it.
 
 Elias-Fano splits each of ``nnz`` ascending indices below ``size`` into two parts.  The ``low_bits`` low
-bits are written verbatim.  The high part is written in unary, by its difference from the previous one:
-the i-th index sets bit ``high + i``.  Bit b of the stream is bit ``b % 8`` of byte ``b // 8``.  The low
-bits of all entries come first, the unary part follows at the next bit, and zero bits fill the last byte.
+bits are written verbatim.  The high part is written in unary, as the difference from the previous high
+part: the i-th index sets bit ``high + i``.  Bit b of the stream is bit ``b % 8`` of byte ``b // 8``.  The
+low bits of all entries come first, the unary part follows at the next bit, and zero bits fill the last
+byte.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _LARGEST = MappingProxyType(  # values up to these stay finite through both conv
 
 
 def low_bits(nnz: int, size: int) -> int:
-    """Return ``floor(log2(size / nnz))``, computed in integers; 0 for no entries."""
+    """Return ``floor(log2(size / nnz))``, computed with integers; 0 if there are no entries."""
     return (size // nnz).bit_length() - 1 if nnz else 0
 
 
@@ -91,7 +92,7 @@ def value_bytes(nnz: int, form: int, block: int) -> int:
 def pack(
     header: bytes, indices: Tensor, values: Tensor, size: int, form: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Return header, values and indices as one uint8 payload, and the values as the receiver sees them.
+    """Return header, values and indices as one uint8 payload, and the values that the receiver sees.
 
     C++ requires one int64 index per value, and indices that ascend strictly below ``size``.
     """
@@ -123,7 +124,7 @@ def unpack(body: Tensor, nnz: int, size: int, form: int, block: int) -> tuple[Te
 
 
 def _functions(tensor: Tensor) -> Any:
-    """Return the module that handles the tensor: native, Triton's, or this module."""
+    """Return the module that handles the tensor: ``native``, ``triton``, or this one."""
     backend = backend_of(tensor, dtype=tensor.dtype)
     return sys.modules[__name__] if backend is reference else backend
 
@@ -180,18 +181,17 @@ def pack_indices(indices: Tensor, size: int) -> Tensor:
 
 
 def _put_(words: Tensor, at: Tensor, bits: Tensor) -> None:
-    """Or ``bits`` (at most 32 each) into the stream at bit positions ``at``, in place."""
+    """Combine ``bits`` (at most 32 each) with the stream at bit positions ``at`` by "or", in place."""
     shifted = bits << (at & 31)
     words.index_add_(0, at >> 5, shifted & _WORD)  # entries share no bits, so adding equals or-ing
     words.index_add_(0, (at >> 5) + 1, shifted >> 32)
 
 
 def unpack_indices(packed: Tensor, nnz: int, size: int) -> Tensor:
-    """Invert ``pack_indices``; raise WireFormatError for bits that this function would not write."""
+    """Invert ``pack_indices``; raise WireFormatError for bits that ``pack_indices`` never writes."""
     low = low_bits(nnz, size)
     order = torch.arange(nnz, device=packed.device)
-    # also read the padding as unary: a bit that is set there means an extra index, or one beyond the
-    # size
+    # read the padding as unary too: a bit that is set there is an extra index, or one beyond the size
     unary = packed[nnz * low // 8 :, None] >> torch.arange(8, device=packed.device)
     ones = (unary & 1).flatten()[nnz * low % 8 :].nonzero().flatten()
     if ones.numel() != nnz:
@@ -219,8 +219,8 @@ def to_float32(values: Tensor, form: int) -> Tensor:
     if values.dtype == torch.float64 or (values.dtype == torch.float16 and form != FP32):
         largest = _LARGEST[values.dtype]
         values = torch.where(values.isinf(), values, values.clamp(-largest, largest))
-    # set the stride, because torch calls a single value contiguous whatever its stride, but then
-    # ``view`` refuses another width
+    # set the stride: torch considers a single value contiguous whatever its stride is, but with a stride
+    # other than 1, ``view`` refuses a dtype of a different width
     return values.to(torch.float32).contiguous().as_strided(values.shape, (1,))
 
 
@@ -238,10 +238,10 @@ def pack_values(values: Tensor, form: int, block: int) -> Tensor:
     blocks, count = in_blocks(values, block), values.numel()
     finite = blocks.isfinite()
     peaks = torch.where(finite, blocks.abs(), 0.0).amax(1)
-    # the divisor is a tensor, because CUDA replaces a scalar divisor by its rounded reciprocal
+    # the divisor is a tensor, because CUDA replaces a scalar divisor with its rounded reciprocal
     scales = (peaks / torch.full_like(peaks, _LEVELS)).clamp_(max=_LARGEST_SCALE)
     divisors = torch.where(scales == 0, 1.0, scales)[:, None]
-    # clamp, because denormal scales are inaccurate, so quotients may exceed 127
+    # clamp the quotients, which may exceed 127, because denormal scales are inaccurate
     codes = (blocks / divisors).round().clamp(-_LEVELS, _LEVELS)
     codes = torch.where(finite, codes, float(_NOT_FINITE)).to(torch.int8).flatten()[:count]
     return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
@@ -273,7 +273,7 @@ def unpack_values(packed: Tensor, nnz: int, form: int, block: int) -> Tensor:
 
 
 def in_blocks(values: Tensor, block: int) -> Tensor:
-    """Copy to `[rows, block]`, padded with zeros."""
+    """Return a copy of the values as `[rows, block]`, padded with zeros."""
     count, rows = values.numel(), -(-values.numel() // block)
     padded = values.new_zeros(rows * block)
     padded[:count] = values
@@ -286,5 +286,5 @@ def spread(scales: Tensor, block: int, count: int) -> Tensor:
 
 
 def view_as(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """View bytes as ``dtype``, copying if they do not start at a multiple of its width."""
+    """View bytes as ``dtype``; copy them if they do not start at a multiple of its width."""
     return (raw.clone() if raw.storage_offset() % dtype.itemsize else raw).view(dtype)

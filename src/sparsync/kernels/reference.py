@@ -26,8 +26,8 @@ __all__ = [
     "undeal",
 ]
 
-# number of elements that ``accumulate_`` copies at a time: one launch on a GPU, a cache-sized piece on a
-# CPU
+# number of elements that ``accumulate_`` copies at a time: one launch on a GPU, and a piece that fits
+# into the cache on a CPU
 _BLOCK = 1 << 20
 _LOW_32 = 0xFFFFFFFF
 
@@ -37,12 +37,13 @@ def accumulate_(
 ) -> tuple[Tensor, Tensor] | None:
     """``residual, gradient = residual + gradient, residual``, in place; find elements that reach ``key``.
 
-    The swap keeps an exact undo in the gradient's memory, without another buffer.  Both vectors are
-    `[n]`, contiguous, and of the same dtype and device (otherwise ``ConfigurationError``).
+    The swap keeps the former residual in the gradient's memory, for an exact undo without an additional
+    buffer.  Both vectors are `[n]`, contiguous, and have the same dtype and device (otherwise
+    ``ConfigurationError``).
 
     Returns:
-        Indices (ascending) and values of the new residual's elements whose ``magnitude_keys`` are at
-        least ``max(key, 1)``; None without a key, or if there are more than ``limit``.
+        The ascending indices and the values of the new residual's elements with ``magnitude_keys`` of at
+        least ``max(key, 1)``; None if there is no key or if there are more than ``limit`` elements.
 
     Example:
         >>> residual, gradient = torch.tensor([1.0, -4.0]), torch.tensor([0.5, 1.0])
@@ -61,7 +62,7 @@ def accumulate_(
 
 
 def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None:
-    """Return the entries with a magnitude key of at least ``max(key, 1)``; None if more than ``limit``.
+    """Return entries with a magnitude key of at least ``max(key, 1)``; None if more than ``limit``.
 
     Example:
         >>> find(torch.tensor([0.0, 3.0, -0.0]), 0, None)
@@ -106,7 +107,7 @@ def top(x: Tensor, k: int) -> Tensor:
 
 
 def count_from(values: Tensor, keys: Tensor) -> Tensor:
-    """Count, for each of the ascending magnitude keys, the values that reach it; `[len(keys)]`, int64.
+    """Return for each of the ascending ``keys`` how many values reach it; `[len(keys)]`, int64.
 
     Example:
         >>> keys = magnitude_keys(torch.tensor([0.0, 1.0, 4.0]))
@@ -114,8 +115,8 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
         [4, 2, 1]
     """
     mine, keys = magnitude_keys(values).to(torch.int64), keys.to(torch.int64).contiguous()
-    # the keys that a value reaches are always the first ones, so running sums from the end give the
-    # counts per key
+    # a value that reaches a key also reaches all keys before it, so running sums from the end give the
+    # counts
     reached = torch.searchsorted(keys, mine, right=True)
     counts = keys.new_zeros(keys.numel() + 1)
     counts.index_add_(0, reached, torch.ones_like(reached))
@@ -128,19 +129,19 @@ def count_from(values: Tensor, keys: Tensor) -> Tensor:
 def merge(
     streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum ascending ``(indices, values)`` streams as a left fold in the order given; drop zero sums.
+    """Sum ascending ``(indices, values)`` streams by a left fold in the given order; drop zero sums.
 
     The fold is ``((s0 + s1) + s2) + ...`` per index, on every device, without atomics.
 
     Args:
         streams: at least one; within each, indices are ascending and unique.
         size: all indices are in ``[0, size)``.
-        within: ascending indices; other entries are left out.
+        within: ascending indices; entries at other indices are left out.
 
     Raises:
         ConfigurationError: there are no streams; in C++, also if the indices of a stream do not ascend
-            within ``[0, size)``.  With ``within``, most entries are skipped, so C++ checks only the first
-            and the last index of a stream, not their order.
+            within ``[0, size)``.  With ``within``, most entries are skipped, and C++ checks only a
+            stream's first and last index, not the order.
 
     Example:
         >>> a = torch.tensor([0, 2]), torch.tensor([1.0, 4.0])
@@ -213,9 +214,9 @@ def divide_(values: Tensor, divisor: float) -> Tensor:
     """
     if values.is_cpu:
         return values.div_(divisor)
-    # CUDA multiplies by the rounded reciprocal of a number, and of any CPU tensor of one element, which
-    # can change the last bit.  It really divides by a tensor on the device.  A dimension keeps torch
-    # from first rounding the divisor to a dtype of 16 bits.
+    # If the divisor is a number, or a CPU tensor with one element, CUDA multiplies by its rounded
+    # reciprocal, which can change the last bit.  By a tensor on the device, it really divides.  The
+    # tensor has a dimension so that torch does not first round it to a 16-bit dtype.
     wide = torch.promote_types(values.dtype, torch.float32)
     return values.div_(values.new_full((1,), divisor, dtype=wide))
 
@@ -228,7 +229,7 @@ class Dealt(NamedTuple):
 
     Attributes:
         order: `[nnz]`, positions among the dealt elements.
-        local: `[nnz]`, indices within the owner.
+        local: `[nnz]`, indices at the owner.
         counts: number of elements of each owner.
     """
 
@@ -241,14 +242,14 @@ def deal(indices: Tensor, world_size: int) -> Dealt:
     """Deal ascending indices to owners like cards: any aligned group of P elements has P owners.
 
     Element i is in group g = i // P and belongs to owner ``(i + h(g)) mod P``, where h is a hash.  The
-    order of owners changes from group to group, so a strided support (a column of a matrix) does not hit
-    a single owner.  The element's index within its owner is g, which preserves the order.
+    order of owners changes from group to group, so the entries of a strided support (such as a matrix
+    column) do not all go to one owner.  The element's index at its owner is g, which preserves the order.
 
     Example:
         >>> deal(torch.arange(6), 3).counts
         [2, 2, 2]
     """
-    # sort stably by owner, so that the indices of each owner still ascend
+    # the sort by owner is stable, so that each owner's indices still ascend
     group = indices // world_size
     owner = (indices + _turn(group, world_size)) % world_size
     order = torch.argsort(owner, stable=True)
@@ -269,7 +270,7 @@ def undeal(local: Tensor, owner: int, world_size: int) -> Tensor:
 
 def _turn(group: Tensor, world_size: int) -> Tensor:
     """Hash a group's number to ``[0, world_size)``: MurmurHash3's 32-bit finaliser."""
-    # the last product scales the 32-bit number to the range without a division
+    # the last product maps the 32-bit number to the range without a division
     x = (group ^ (group >> 32)) & _LOW_32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW_32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _LOW_32

@@ -1,15 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The hot loops and packing on a CUDA device, for float32, in Triton where torch's operations cost more.
 
-``reference.py`` and ``packing.py`` describe the functions; these are bit-equal to them.  If the length
-of a result depends on the data, the host waits once to read it.  It also waits once per message to check
-unpacked indices.  No other operation waits for the device.  Arguments are contiguous and on one device.
+``reference.py`` and ``packing.py`` describe the functions; the ones here are bit-equal to them.  If the
+length of a result depends on the data, the host waits once to read this length.  It also waits once per
+message to check unpacked indices.  No other operation waits for the device.  Arguments are contiguous
+and on one device.
 
-Functions under ``jit`` are device code.  A kernel runs as many programs, each on one block of ``BLOCK``
-elements.  ``at`` are the positions of its elements (64 bits, because vectors may have more than 2^31
-elements), and ``inside`` masks positions beyond the end.  Names ending in ``_ptr`` are the addresses of
-contiguous tensors; ``bits`` are float32 elements read as int32.  No kernel depends on the order in which
-programs run: only integers are added atomically.
+Functions decorated with ``jit`` are device code.  A kernel runs as many programs, each for one block of
+``BLOCK`` elements.  ``at`` holds the positions of these elements (64 bits, because vectors may have more
+than 2^31 elements), and ``inside`` masks positions beyond the end.  Names ending in ``_ptr`` are the
+addresses of contiguous tensors; ``bits`` are float32 elements read as int32.  Results do not depend on
+the order in which programs run: only integers are added atomically.
 
 Triton is optional: without it, this module can be imported, but no kernel can be launched.  When Triton
 is imported, it decides whether kernels are compiled or interpreted: with ``TRITON_INTERPRET=1``, they
@@ -54,7 +55,7 @@ __all__ = [
 # the 31 bits of a key are four digits; a histogram of 256 counts fits into the registers of a program
 _RADIX: Final = 256
 _SHIFTS: Final = (24, 16, 8, 0)
-# programs per count: enough to fill a large GPU (an H100 has 132 multiprocessors), but few enough that
+# programs that count: enough to fill a large GPU (an H100 has 132 multiprocessors), but few enough that
 # their additions to one histogram do not contend
 _COUNTING_PROGRAMS: Final = 512
 # elements per program; each of its 128 threads has four 16-byte loads of float32 in flight
@@ -62,7 +63,7 @@ BLOCK: Final = 2048
 
 
 def installed() -> bool:
-    """Whether Triton can be imported."""
+    """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -106,7 +107,7 @@ def _cover(kernel: Any, n: int, first: Tensor, *arguments: object, **constants: 
 def accumulate_(
     residual: Tensor, gradient: Tensor, key: int | None = None, limit: int = 0
 ) -> tuple[Tensor, Tensor] | None:
-    """Cost: a pass that reads and writes both; with a key, a second pass and a host synchronisation."""
+    """Cost: one pass over both vectors; with a key, a second pass and a host synchronisation."""
     check_pair(residual, gradient)
     n, floor = residual.numel(), max(key or 1, 1)
     counts = residual.new_empty(_blocks_of(n), dtype=torch.int32)
@@ -124,7 +125,7 @@ def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None
 def _collect(
     x: Tensor, counts: Tensor, key: int, limit: int | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Collect the elements that reach the key, in order, given their number per block."""
+    """Return the elements that reach the key, in order; ``counts`` is their number in each block."""
     n, ends = x.numel(), counts.cumsum(0)
     total = int(ends[-1]) if n else 0  # the host waits here
     if limit is not None and total > limit:
@@ -151,13 +152,13 @@ def top(x: Tensor, k: int) -> Tensor:
 
 
 def _kth(bits: Tensor, k: int) -> Tensor:
-    """Return, on the device, the k-th largest key and how many of its ties to select."""
+    """Return, on the device, the k-th largest key and the number of its ties to select."""
     n, blocks = bits.numel(), _blocks_of(bits.numel())
     programs = min(blocks, _COUNTING_PROGRAMS)
     rounds = -(-blocks // programs)
     histograms = bits.new_zeros(len(_SHIFTS), _RADIX, dtype=torch.int64)
-    # ``state`` holds the higher digits of the k-th largest key, and its rank among the keys that start
-    # with these digits
+    # ``state`` holds the digits of the k-th largest key found so far, and the key's rank among the keys
+    # that begin with these digits
     state = bits.new_zeros(2, dtype=torch.int64)
     state[1:].fill_(k)
     for shift, histogram in zip(_SHIFTS, histograms, strict=True):
@@ -170,10 +171,10 @@ def _kth(bits: Tensor, k: int) -> Tensor:
 def merge(
     streams: Sequence[tuple[Tensor, Tensor]], size: int, within: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Add each stream to a dense vector, in a separate launch.
+    """Sum streams by adding each to a dense vector, in a separate launch.
 
-    Within a stream, indices are unique, and launches run in order.  So no addition needs to be atomic,
-    and every sum is a left fold.
+    Indices are unique within a stream, and launches run in order.  Therefore no addition needs to be
+    atomic, and every sum is a left fold.
 
     Cost: three passes over the ``size`` elements of the region and 4 bytes of memory for each of them;
     one host synchronisation.
@@ -294,7 +295,7 @@ def _keys(bits):
 def _swap_accumulate(
     residual_ptr, gradient_ptr, counts_ptr, n, key, BLOCK: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Compute ``residual, gradient = residual + gradient, residual``; count keys >= ``key`` per block."""
+    """Compute ``residual, gradient = residual + gradient, residual``; count keys >= ``key`` by block."""
     at = _positions(BLOCK)
     inside = at < n
     before = tl.load(residual_ptr + at, mask=inside, other=0.0)
@@ -308,7 +309,7 @@ def _swap_accumulate(
 
 @jit
 def _count_above(bits_ptr, counts_ptr, n, key, BLOCK: tl.constexpr):
-    """Count, per block, the elements that reach ``key`` (at least 1, so that padding never does)."""
+    """Count, per block, the elements that reach ``key``; it is at least 1, so padding never counts."""
     at = _positions(BLOCK)
     reaching = _keys(tl.load(bits_ptr + at, mask=at < n, other=0)) >= key
     tl.store(counts_ptr + tl.program_id(0), tl.sum(reaching.to(tl.int32), axis=0))
@@ -320,7 +321,7 @@ def _compact(bits_ptr, ends_ptr, positions_ptr, values_ptr, n, key, BLOCK: tl.co
     at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     reaching = _keys(bits) >= key
-    number = tl.cumsum(reaching.to(tl.int32), axis=0)  # 1 for the first one in the block
+    number = tl.cumsum(reaching.to(tl.int32), axis=0)  # counts from 1 in each block
     start = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(reaching.to(tl.int32), axis=0)
     tl.store(positions_ptr + start + number - 1, at, mask=reaching)
     tl.store(values_ptr + start + number - 1, bits, mask=reaching)
@@ -342,8 +343,8 @@ def _count_digits(
 ):
     """Count the digits above bit ``SHIFT`` of the keys whose higher digits are ``state[0]``.
 
-    Each program strides over the vector, so that only a few programs add to the histogram.  Keys that
-    are not candidates are counted as digit 0, whose count ``_choose_digit`` never reads.
+    Each program handles blocks all over the vector, so that only a few programs add to the histogram.
+    Keys that are not candidates are counted as digit 0, whose count ``_choose_digit`` never reads.
     """
     at = _positions(BLOCK)
     chosen = tl.load(state_ptr)
@@ -363,7 +364,7 @@ def _choose_digit(state_ptr, histogram_ptr, RADIX: tl.constexpr):
     chosen, wanted = tl.load(state_ptr), tl.load(state_ptr + 1)
     digits = tl.arange(0, RADIX)
     counts = tl.where(digits == 0, 0, tl.load(histogram_ptr + digits))
-    # the candidates with this digit or a larger one
+    # the number of candidates with this digit or a larger one
     reaching = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
     enough = (digits > 0) & (reaching >= wanted)
     digit = tl.max(tl.where(enough, digits, 0), axis=0)
@@ -374,7 +375,7 @@ def _choose_digit(state_ptr, histogram_ptr, RADIX: tl.constexpr):
 
 @jit
 def _count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
-    """Count, per block, the keys above the k-th largest one, ``state[0]``, and those that tie with it."""
+    """Count, per block, the keys above ``state[0]``, the k-th largest one, and the ties with it."""
     at = _positions(BLOCK)
     keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
     kth = tl.load(state_ptr)
@@ -387,7 +388,7 @@ def _count_top(bits_ptr, state_ptr, counts_ptr, n, BLOCK: tl.constexpr):
 def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLOCK: tl.constexpr):
     """Write the positions of the top k, in ascending order, and their number.
 
-    Of the ties, take the first ``state[1]``, or none if the k-th largest key is zero.
+    Of the ties, only the first ``state[1]`` are written, and none if the k-th largest key is zero.
     """
     at = _positions(BLOCK)
     keys = _keys(tl.load(bits_ptr + at, mask=at < n, other=0))
@@ -410,7 +411,7 @@ def _compact_top(bits_ptr, state_ptr, ends_ptr, positions_ptr, count_ptr, n, BLO
 
 @jit
 def _scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: tl.constexpr):
-    """Set ``dense[i]`` to v, or add or subtract v (``SIGN`` 0, 1 or -1); indices are unique."""
+    """Set elements of ``dense``, or add or subtract values (``SIGN`` 0, 1 or -1); indices are unique."""
     at = _positions(BLOCK)
     inside = at < n
     targets = dense_ptr + tl.load(indices_ptr + at, mask=inside, other=0)
@@ -427,7 +428,7 @@ def _scatter(dense_ptr, indices_ptr, values_ptr, n, BLOCK: tl.constexpr, SIGN: t
 
 @jit
 def _encode_indices(indices_ptr, words_ptr, n, low, unary, BLOCK: tl.constexpr):
-    """Or the low bits and the unary bit of each index into zeroed 32-bit words.
+    """Set the low bits and the unary bit of each index in 32-bit words, which are zero at first.
 
     The unary part begins at bit ``unary``.
     """
@@ -448,7 +449,7 @@ def _encode_indices(indices_ptr, words_ptr, n, low, unary, BLOCK: tl.constexpr):
 
 @jit
 def _ones(packed_ptr, first, end, at):
-    """Read the bits at ``first + at`` if below ``end``; return 0 for the others."""
+    """Return the bits at ``first + at``, and 0 at positions from ``end`` on."""
     inside = first + at < end
     octets = tl.load(packed_ptr + ((first + at) >> 3), mask=inside, other=0).to(tl.int32)
     return (octets >> ((first + at) & 7).to(tl.int32)) & 1
@@ -463,7 +464,7 @@ def _count_ones(packed_ptr, counts_ptr, first, end, BLOCK: tl.constexpr):
 
 @jit
 def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK: tl.constexpr):
-    """Write the index of each set bit, up to ``n`` of them."""
+    """Write the index for each set bit of the unary part, at most ``n`` indices."""
     at = _positions(BLOCK)
     ones = _ones(packed_ptr, first, end, at)
     start = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(ones, axis=0)
@@ -473,7 +474,7 @@ def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK
     low_bits = tl.zeros([BLOCK], tl.int64)
     for octet in tl.static_range(
         5
-    ):  # 32 bits that begin in one octet end at the latest in the fifth
+    ):  # 32 bits that begin in one octet end in the fifth at the latest
         place = (low_at >> 3) + octet
         octets = tl.load(packed_ptr + place, mask=wanted & (place * 8 < end), other=0).to(tl.int64)
         low_bits |= octets << (8 * octet)
@@ -484,7 +485,7 @@ def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK
 
 @jit
 def _encode_bf16(bits_ptr, packed_ptr, n, BLOCK: tl.constexpr):
-    """Round to nearest, ties to even, in integers; never round up to Inf, and use only one NaN."""
+    """Round to nearest, ties to even, with integers; never up to Inf; write only one kind of NaN."""
     at = _positions(BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < n, other=0)
     magnitude = bits & 0x7FFFFFFF
@@ -524,8 +525,8 @@ def _encode_int8(
     magnitude = tl.abs(values)
     finite = magnitude < float("inf")
     peaks = tl.max(tl.where(finite, magnitude, 0.0), axis=1)
-    # compute the quotient in float64 and round to float32, which equals rounding once: not every
-    # version of Triton divides denormal float32 exactly
+    # not every version of Triton divides denormal float32 exactly; a float64 quotient rounded to float32
+    # equals a quotient that is rounded once
     scales = tl.minimum((peaks.to(tl.float64) / levels).to(tl.float32), largest)
     tl.store(scales_ptr + rows, scales, mask=rows * row < n)
     divisors = tl.where(scales == 0.0, 1.0, scales)[:, None]

@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Levels on a CUDA device, for float32 in blocks of 2^j >= 8: bit-equal to ``normal_levels.py``.
+"""Lloyd-Max levels on a CUDA device, for float32 in blocks of 2^j >= 8.
+
+The results are bit-equal to ``normal_levels.py``.
 
 See ``triton.py`` for how kernels are written.
 """
@@ -49,7 +51,7 @@ def decode_levels_(
     sign: int = 1,
     terms: Sequence[Tensor] = (),
 ) -> None:
-    """``into = terms[0] + terms[1] + (messages[0] + sign * (the sum of the others)) / divisor``.
+    """``into = terms[0] + terms[1] + (messages[0] + sign * sum(messages[1:])) / divisor``.
 
     There are at most two terms; the first may be ``into``.  ``messages`` are rows of bytes.
 
@@ -78,7 +80,7 @@ def decode_levels_(
 
 @jit
 def _sum_of_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    """Add the halves of each row of ``WIDTH = 2^STEPS`` until one number is left."""
+    """Return the sum of each row of ``WIDTH = 2^STEPS`` values, computed by adding halves of rows."""
     for step in tl.static_range(STEPS):
         x = tl.sum(tl.reshape(x, [ROWS, 2, WIDTH >> (step + 1)]), axis=1)
     return tl.reshape(x, [ROWS])
@@ -86,7 +88,7 @@ def _sum_of_halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constex
 
 @jit
 def _quotient(a, b):
-    """Divide float32 with a single rounding, which some versions of Triton do not do for denormals."""
+    """Divide float32 with a single rounding; some versions of Triton round denormals differently."""
     return (a.to(tl.float64) / b.to(tl.float64)).to(tl.float32)
 
 
@@ -107,7 +109,7 @@ def _quantise(
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Write a scale per row of ``WIDTH`` values and a code per value; eight codes take ``BITS`` bytes."""
+    """Write a scale per row of ``WIDTH`` values, and a code per value; ``BITS`` bytes hold 8 codes."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = at < n
@@ -144,7 +146,7 @@ def _quantise(
     bits = scales.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # round to bf16: to nearest, ties to even
     bits = tl.where(peaks == 0, 0, tl.where(peaks < 0x7F800000, bits, 0x7FC0))
-    # store two single bytes, because a message may begin at an odd address
+    # store the two bytes separately, because a message may begin at an odd address
     tl.store(scales_ptr + 2 * rows, (bits & 255).to(tl.uint8), mask=rows * WIDTH < n)
     tl.store(scales_ptr + 2 * rows + 1, (bits >> 8).to(tl.uint8), mask=rows * WIDTH < n)
     negative = ((values < 0.0) & (nearest > 0.0)).to(tl.int32)
@@ -161,7 +163,7 @@ def _quantise(
 
 @jit
 def _decoded(raw_ptr, levels_ptr, at, inside, first, end, row, BITS: tl.constexpr):
-    """Return level times scale of a message's elements ``at``; its codes are ``raw[first:end]``."""
+    """Return the values of elements ``at`` of a message with codes ``raw[first:end]``."""
     scale_at = 2 * (at // row)
     low = tl.load(raw_ptr + scale_at, mask=inside, other=0).to(tl.int32)
     high = tl.load(raw_ptr + scale_at + 1, mask=inside, other=0).to(tl.int32)
@@ -198,11 +200,11 @@ def _decode_levels(
     SIGN: tl.constexpr,
     DIVIDE: tl.constexpr,
 ):
-    """``into = terms + (message 0 + SIGN * the others) / divisor``; messages are ``end`` bytes long."""
+    """``into = terms + (messages[0] + SIGN * sum(messages[1:])) / divisor``; a row has ``end`` bytes."""
     at = _positions(BLOCK)
     inside = at < n
     values = _decoded(raw_ptr, levels_ptr, at, inside, first, end, row, BITS)
-    # add 0.0, because the specification adds to zeros, which turns -0.0 into 0.0
+    # the specification adds values to zeros, which turns -0.0 into 0.0; adding 0.0 has the same effect
     if MANY:
         values += 0.0
         others = tl.zeros([BLOCK], tl.float32) if SIGN < 0 else values

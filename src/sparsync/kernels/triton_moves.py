@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Passes over weights and moments on a CUDA device: bit-equal to ``moves.py`` and ``gradient_noise.py``.
+"""Passes over weights and moments on a CUDA device.
+
+The results are bit-equal to ``moves.py`` and ``gradient_noise.py``.
 
 See ``triton.py`` for how kernels are written.
 """
@@ -29,7 +31,7 @@ def move_(
     weights: Tensor | None,
     dtype: torch.dtype | None,
 ) -> None:
-    """Cost: one pass that reads three vectors and writes one."""
+    """``made = rounded(shared - withheld) - weights``.  Cost: one pass over the four vectors."""
     n, read = made.numel(), shared if weights is None else weights
     _cover(
         _move,
@@ -37,7 +39,7 @@ def move_(
         made,
         shared,
         shared if withheld is None else withheld,
-        # Triton's interpreter has no bf16, so pass the bits, which are the upper half of a float32
+        # Triton's interpreter has no bf16, so pass its bits, which are the upper half of a float32
         read.view(torch.int16) if read.dtype == torch.bfloat16 else read,
         n,
         WITHHELD=withheld is not None,
@@ -48,7 +50,7 @@ def move_(
 
 
 def lengthen_(first: Tensor, second: Tensor, weights: Tensor, moments: Moments) -> None:
-    """Cost: one pass that reads three vectors and writes one."""
+    """Correct Adam's steps.  Cost: one pass that reads three vectors and writes one."""
     n = weights.numel()
     _cover(_lengthen, n, weights, first, second, second, n, 1, *map(float, moments), ROWS=False)
 
@@ -67,7 +69,7 @@ def lengthen_rows_(
 
 @jit
 def _rounded(values, KIND: tl.constexpr):
-    """Round float32 to float32, bf16 or fp16, to nearest, ties to even, like a cast in torch."""
+    """Round float32 to float32, bf16 or fp16 like a cast in torch: to nearest, ties to even."""
     if KIND == 1:
         bits = values.to(tl.int32, bitcast=True)
         upper = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -130,7 +132,7 @@ def _lengthen(
 ):
     """``weights += rate * first * (1 / (sqrt(lengthened * v) + eps) - 1 / (sqrt(own * v) + eps))``.
 
-    With ROWS, ``lengthened`` is read from the factors of rows.
+    With ROWS, ``lengthened`` is read from ``factors``, one per row.
     """
     at = _positions(BLOCK)
     inside = at < n

@@ -2,5 +2,5 @@
 
 The docstring of each package is the paper's page in the documentation.  It maps the paper's terms to
 names in this library, shows how to run the algorithm, gives a reason for every deviation, and links to
-the rest.
+code and measurements elsewhere.
 """

@@ -76,20 +76,20 @@ Differs from the papers
 
 * **Gaussian-k**: the threshold is lowered at most 32 times, by a tenth each time; after that, the k
   largest entries are selected.  The estimate uses the absolute value of the mean; mean and deviation are
-  computed from the finite elements, in float64.  The preset caps a rank at 2 k entries (``cap=2.0``),
-  because nothing else bounds their number.  ``cap=None`` is as published.
-* **gTop-k**: P may be any number of ranks.  If a rank drops entries of a sum on the way up the tree, they
-  stay in that rank's residual, so nothing is lost or counted twice.
+  computed from the finite elements, in float64.  In the preset, a rank sends at most 2 k entries
+  (``cap=2.0``), because nothing else bounds their number.  ``cap=None`` is as published.
+* **gTop-k**: P may be any number of ranks.  If a rank drops entries of a sum on the way up the tree, the
+  entries stay in this rank's residual, so nothing is lost or counted twice.
 * **TopkDSA**: see ``sparsync.published.sparcml``.
 * **D-PSGD** averages after the local step; the paper allows either order.
 * **SGP** does not overlap communication with computation.
 * **AD-PSGD**: any rank may contact any other, because agents answer immediately and cannot deadlock.  The
-  paper splits the ranks into two halves to avoid deadlock.  A rank starts an exchange once per step, not
-  as often as possible.
+  paper splits the ranks into two halves to avoid deadlock.  A rank starts one exchange per step, whereas
+  the paper starts as many as possible.
 * **Eager-SGD** sums the updates of the ranks' optimizers instead of gradients; for SGD, the result is the
-  same.  A late rank takes all sums that it missed, so replicas need no periodic synchronisation.  Updates
-  that are not in a sum yet stay in the rank's own weights; if they did not, training would diverge when
-  ranks fall far behind.
+  same.  A late rank applies all sums that it has missed, so replicas need no periodic synchronisation.
+  Updates that are not in a sum yet stay in the rank's own weights.  Otherwise, training would diverge
+  when ranks fall far behind.
 
 Not here
 --------
@@ -104,8 +104,8 @@ Not here
 Figures
 -------
 
-* ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: these schemes compared
-  with WAGMA.
+* ``benchmarks/averaging-throughput.md``, ``benchmarks/averaging-convergence.md``: comparisons of these
+  schemes with WAGMA.
 * ``benchmarks/selection.md``: time of the selectors.
 * ``benchmarks/reproduced.md``: Ok-Topk's Table 1 and Figure 6, produced by ``sparsync reproduce
   oktopk-table1`` and ``sparsync reproduce oktopk-fig6``.
@@ -127,8 +127,7 @@ from sparsync.published.sparcml.collectives import Dynamic
 
 __all__ = ["ROWS", "AdPsgd", "Dpsgd", "EagerSgd", "GTopk", "GaussianK", "Sgp"]
 
-# number of selected entries, as a multiple of k, under error feedback (0.8 to 1.6 in
-# benchmarks/selection.md)
+# number of entries selected under error feedback, in units of k (0.8 to 1.6 in benchmarks/selection.md)
 _GAUSSIAN = 1.5
 
 

@@ -30,7 +30,7 @@ Quorum = Literal["solo", "majority"]
 
 @final
 class EagerSgd(Accompanied):
-    """Sums the updates of all ranks on every step; the updates of late ranks enter a later sum.
+    """Sums all ranks' updates on every step; updates of late ranks are added to a later sum.
 
     ::
 
@@ -40,14 +40,14 @@ class EagerSgd(Accompanied):
         W       = shared + waiting             pending updates stay in this rank's weights
 
     Args:
-        quorum: "solo": the first rank to arrive starts the sum.  "majority": a rank drawn at random for
-            each step starts it, so on average half of the ranks have arrived.
+        quorum: "solo": the first rank to arrive starts the sum.  "majority": a rank that is drawn at
+            random for each step starts it, so that half of the ranks, on average, have arrived.
 
     Cost: one dense allreduce per step; memory: 3 n.
     State: the shared model; pending updates are in the rank's own weights.  A resumed run begins from
     rank 0's shared model, and the difference between a rank's weights and this model is pending.
     Differs from the paper: ranks send the updates of their local optimizers instead of gradients; for SGD
-    with or without momentum, the result is the same.  A late rank takes all sums that it missed, so
+    with or without momentum, the result is the same.  A late rank applies all sums that it has missed, so
     replicas need no periodic synchronisation.  Pending updates stay in the rank's own weights.  Otherwise
     they would arrive together as one long step, and training would diverge when ranks fall far behind.
 
@@ -77,7 +77,7 @@ class EagerSgd(Accompanied):
         super().__init__(model, **binding)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Start the agent."""
+        """Start the agent with the initial model."""
         vector = vector.cpu()
         shared = self.memory.get("shared", vector).cpu().clone()
         if "shared" in self.memory:
@@ -91,11 +91,11 @@ class EagerSgd(Accompanied):
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Hand over this rank's local step; apply the sums that are complete."""
+        """Pass this rank's local step to the agent; apply the sums that are complete."""
         return await self._sum(round_of(step), vector)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Sum the pending updates of all ranks; in this call, the ranks wait for each other."""
+        """Sum all ranks' pending updates; in this call, ranks wait for each other."""
         self._finish = finish_of(step, self._finish)
         return await self._sum(self._finish, vector)
 
@@ -112,7 +112,7 @@ class EagerSgd(Accompanied):
 
 @final
 class EagerRounds(Rounds):
-    """Adds sums of updates to ``shared`` one by one, so ranks with the same sums agree bit for bit."""
+    """Adds sums of updates to ``shared`` one by one: ranks with the same sums agree bit for bit."""
 
     def __init__(self, quorum: Quorum, seed: int, world_size: int, shared: Tensor) -> None:
         self.quorum, self.seed, self.world_size = quorum, seed, world_size
@@ -121,21 +121,21 @@ class EagerRounds(Rounds):
         self._given = self._waiting  # this rank's contribution to the current round
 
     def activates(self, version: int, rank: int) -> bool:
-        """Return whether ``rank`` may start the sum: any rank if "solo", a random one if "majority"."""
-        # draw the rank from seed and step alone, so that all ranks agree on it without a message
+        """Return whether ``rank`` may start the sum: any rank for "solo", a random one for "majority"."""
+        # the draw depends only on seed and step, so all ranks agree on it without a message
         if self.quorum == "solo" or is_finish(version):
             return True
         draw = random.Random(f"{self.seed} {2 * step_of(version) + 1}")
         return draw.randrange(self.world_size) == rank
 
     def publish(self, vector: Tensor) -> None:
-        """Add an update to the pending ones."""
+        """Add an update to the pending updates."""
         self._waiting = self._waiting + vector
 
     async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
-        """Sum the pending updates of all ranks."""
-        # Fix the contribution now: updates that are published while the sum is in flight are not part
-        # of it, and stay pending.
+        """Sum all ranks' pending updates."""
+        # The contribution is fixed now: updates that are published while the sum is in flight are not
+        # part of it, and stay pending.
         self._given = self._waiting
         return await comm.allreduce(self._given, "average")
 
@@ -145,5 +145,5 @@ class EagerRounds(Rounds):
         self.shared = self.shared + result.total / self.world_size
 
     def collected(self, newest: Round) -> Round:
-        """Return the shared model and this rank's pending updates, `[2, n]`."""
+        """Return the newest round with the shared model and this rank's pending updates, `[2, n]`."""
         return newest._replace(total=torch.stack([self.shared, self._waiting]))

@@ -18,21 +18,22 @@ __all__ = ["GaussianK"]
 
 @final
 class GaussianK(Selector):
-    """Selects entries above a threshold that k of n normally distributed entries would exceed.
+    """Selects the entries above a threshold that k of n normally distributed entries would exceed.
 
     Real gradients have shorter tails than a normal distribution with the same mean and deviation
     (Ok-Topk, Figure 4), so too few entries reach this threshold.  It is multiplied by ``scaling`` until
     more than ``enough * k`` entries, or all nonzero entries, reach it.  After ``trials`` attempts, the k
-    largest are selected instead.  **So between ``min(enough * k, nnz)`` and n entries are selected**: as
-    published, the method does not bound their number from above, and the collective must cap it.  NaN
-    and Inf are always selected and do not affect the threshold.
+    largest are selected instead.  **So between ``min(enough * k, nnz)`` and n entries are selected**: the
+    published method has no upper bound on their number, so the collective must cap it.  NaN and Inf are
+    always selected and do not affect the threshold.
 
     Args:
-        enough: fraction of k that must be exceeded (Ok-Topk, section 5.4: "more than 3k/4").
+        enough: more entries than this fraction of k must be selected (Ok-Topk, section 5.4: "more than
+            3k/4").
         scaling: factor by which each trial multiplies the threshold.  Ok-Topk only says "gradually".  The
             default is 0.9, because under error feedback, about 5 times as many entries reach a threshold
             that is 10 % lower.
-        trials: maximum number of passes over the elements; with 32 factors of 0.9, the last threshold is
+        trials: largest number of passes over the elements; with 32 factors of 0.9, the last threshold is
             3 % of the first.
 
     Cost: mean and deviation of n elements, and n comparisons per trial.   State: none.
@@ -76,7 +77,7 @@ class GaussianK(Selector):
 
 
 def _threshold(accumulated: Tensor, k: int) -> float:
-    """Return ``|mean| + deviation * ppf(1 - k / 2n)`` of the finite elements, capped at their maximum."""
+    """Return ``|mean| + deviation * ppf(1 - k / 2n)`` of finite elements, at most the largest |x|."""
     finite = accumulated[accumulated.isfinite()].double()
     peak = float(finite.abs().max()) if finite.numel() else 0.0
     if peak == 0:

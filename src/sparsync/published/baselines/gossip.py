@@ -1,4 +1,4 @@
-"""Gossip schemes: averages with a few ranks after each step, or in the background (AD-PSGD)."""
+"""Gossip schemes, which average with a few ranks after each step, or in the background (AD-PSGD)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sparsync.transports.ledger import Raw
 
 __all__ = ["AdPsgd", "Dpsgd", "Exponential", "Graph", "Ring", "Sgp", "SgpState", "exchange"]
 
-# bytes before the values of a message: SGP's weight, or the kind and step of AD-PSGD's messages
+# bytes before the values in a message: SGP's weight, or the kind and step of AD-PSGD's messages
 _WORD: Final = 8
 _HEAD: Final = struct.Struct("<II")
 _ASK, _REPLY = 0, 1
@@ -38,16 +38,16 @@ class Graph(ABC):
 
     @abstractmethod
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return the ranks that ``rank`` sends to: distinct, and not itself."""
+        """Return the ranks to which ``rank`` sends; they are distinct and exclude ``rank``."""
 
     def sources(self, rank: int, world_size: int, step: int) -> list[int]:
-        """Return the ranks that ``rank`` receives from.  Unless overridden, this checks all P ranks."""
+        """Return the ranks from which ``rank`` receives; by default, this examines all P ranks."""
         return [r for r in range(world_size) if rank in self.neighbours(r, world_size, step)]
 
 
 @final
 class Ring(Graph):
-    """A ring in which ranks send to both neighbours on every step; two ranks have only one neighbour."""
+    """A ring: ranks send to both neighbours on every step; of two ranks, each has one neighbour."""
 
     def neighbours(self, rank: int, world_size: int, step: int) -> list[int]:
         """Return ``rank + 1``, then ``rank - 1``, so that each rank receives from one rank at a time."""
@@ -57,10 +57,10 @@ class Ring(Graph):
 
 @final
 class Exponential(Graph):
-    """The directed exponential graph: hops of 1, 2, 4, ... ranks, of which each step uses the next few.
+    """The directed exponential graph: hops of 1, 2, 4, ... ranks; each step uses the next few of these.
 
-    After any ceil(log2 P) steps, information from every rank has reached all others.  If ``count``, the
-    number of hops per step, is 1 and P is a power of two, all ranks then hold exactly the mean.
+    After any ceil(log2 P) steps, information from every rank has reached all other ranks.  If ``count``,
+    the number of hops per step, is 1 and P is a power of two, all ranks then hold exactly the mean.
 
     Example:
         >>> [Exponential().neighbours(0, 8, step) for step in range(4)], Exponential(2).sources(0, 8, 0)
@@ -91,7 +91,10 @@ class Exponential(Graph):
 async def exchange(
     comm: Communicator, graph: Graph, message: Tensor, step: int, phase: str
 ) -> list[Tensor]:
-    """Send ``message``, `[m]`, to the neighbours; return it and the received ones, in rank order."""
+    """Exchange ``message``, `[m]`, with the neighbours.
+
+    Return the received messages and this rank's own, in rank order.
+    """
     payload = bytes_of(message)
     sources = graph.sources(comm.rank, comm.world_size, step)
     dests = graph.neighbours(comm.rank, comm.world_size, step)
@@ -113,8 +116,8 @@ class Dpsgd(Averager):
     Args:
         mixing_steps: number of such averages per step (WAGMA-SGD, section 5.2, also tries two).
 
-    Cost: ``2 mixing_steps`` messages sent and as many received per step, with one model each; half of
-    that with two ranks.
+    Cost: per step, ``2 mixing_steps`` messages sent and as many received, with one model each; half as
+    many with two ranks.
     State: none.
     Differs from the paper: averages always come after the update; the paper allows either order.
 
@@ -147,7 +150,7 @@ class Dpsgd(Averager):
 
 @dataclass(frozen=True)
 class SgpState:
-    """The push-sum weight w of this rank; the weights of all ranks sum to world_size."""
+    """The push-sum weight w of one rank; all ranks' weights add up to ``world_size``."""
 
     weight: float = 1.0
 
@@ -156,14 +159,14 @@ class SgpState:
 class Sgp(Averager):
     """Stochastic Gradient Push: ranks push shares of a numerator x and a weight w; the model is x / w.
 
-    Updates of the model ``z = x / w`` are added to x without a factor: ``x = w z + (model - z)``.  So the
-    mean over the ranks changes by the mean of their updates, whatever the weights are.
+    Updates of the model ``z = x / w`` are added to x without a factor: ``x = w z + (model - z)``.  The
+    mean over the ranks therefore changes by the mean of their updates, whatever the weights are.
 
     Args:
         neighbours: number of ranks to which a rank sends per step, on the directed exponential graph.
-        graph: a graph to use instead; it must stay connected.
+        graph: a graph to use instead of the exponential one; it must stay connected.
 
-    Cost: per step, ``neighbours`` messages sent and as many received, of one model plus 8 bytes each.
+    Cost: per step, ``neighbours`` messages sent and as many received, with one model and 8 bytes each.
     State: ``weight``; ``memory`` holds the last model z if w is not 1 (never on the exponential graph).
     Differs from the paper: the exchange does not overlap the computation.
 
@@ -190,16 +193,16 @@ class Sgp(Averager):
     global_period = None
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return the number of ranks whose pushes meet at one rank, including itself."""
+        """Return the number of models whose shares a rank adds up, including its own."""
         return 1 + len(self.graph.neighbours(0, world_size, 0))
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
         """Return z after this step's pushes."""
         # As in Algorithm 1, x and w are divided into neighbours + 1 equal shares: one for each
-        # neighbour, and one for this rank.  So the columns of the mixing matrix sum to 1, and the sums
-        # of x and of w over the ranks never change.
+        # neighbour, and one for this rank.  The columns of the mixing matrix thus add up to 1, and the
+        # sums of x and of w over the ranks never change.
         share = 1 / (1 + len(self.graph.neighbours(comm.rank, comm.world_size, step)))
-        # the weight takes 8 bytes before the values, so that these stay aligned
+        # the weight before the values has 8 bytes, so that the values stay aligned
         weight = torch.tensor([share * self.state.weight], dtype=torch.float64, device="cpu").to(
             vector.device
         )
@@ -230,15 +233,16 @@ class Sgp(Averager):
 
 @final
 class AdPsgd(Accompanied):
-    """Averages pairs of models in the background; no rank ever waits while another rank computes.
+    """Averages pairs of models in the background; no rank waits for a rank that is computing.
 
     After each local step, a rank continues with the model that its agent holds at that time.  The agent
-    asks a random partner's agent for an average, unless its previous request is still pending.
+    requests an average from a random partner's agent, unless its previous request is still pending.
 
     Cost: per step, a rank requests at most one exchange of n elements and answers as many on average;
     memory: 3 n.   State: the last model taken from the agent.
-    Differs from the paper: any rank may ask any other, because agents answer immediately and cannot
-    deadlock; the graph need not be bipartite.  Exchanges start once per step, not as often as possible.
+    Differs from the paper: any rank may send requests to any other, because agents answer immediately and
+    cannot deadlock; the graph need not be bipartite.  Exchanges start once per step, whereas the paper
+    starts as many as possible.
 
     Example:
         >>> with AdPsgd(nn.Linear(2, 1)) as averager: averager.step()
@@ -260,22 +264,22 @@ class AdPsgd(Accompanied):
         return min(world_size, 2)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Start the agent."""
+        """Start the agent with the initial model."""
         self.memory["taken"] = vector.cpu()
         self._agent = _PairAgent(self.memory["taken"], self.seed, step)
         self._run(comm, self._agent)
 
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Give the agent the change that the local step made, and take the agent's current model."""
+        """Pass the local step's change to the agent; return the agent's current model."""
         return await self._take(vector, step, ask=True)
 
     async def conclude(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the mean of all models, once no exchange is in progress."""
+        """Wait until no exchange is in progress; return the mean of all models."""
         await self._take(vector, step, ask=False)
         agent = self._agent
         await self._ask(step, agent.rest)
-        # After the barrier, no request is pending anywhere.  An exchange in flight would have changed
-        # only one of its two models, so the mean of all models would be wrong.
+        # After the barrier, no rank has a pending request.  An exchange in flight would have changed
+        # only one of its two models, and the mean of all models would be wrong.
         await comm.barrier()
         self.memory["taken"] = final = await mean(comm, agent.model)
         self._host.call(lambda: setattr(agent, "model", final))
@@ -310,7 +314,7 @@ class _PairAgent(Companion):
         )  # number of exchanges requested; the last local step that the model contains
 
     def update(self, change: Tensor, step: int, reply: Reply, *, ask: bool) -> None:
-        """Add a local step's change and return the model; ask a partner unless a request is pending."""
+        """Add a local step's change and reply with the model; with ``ask``, also request an average."""
         self.model = self.model + change
         if ask:
             self._step = step
@@ -324,7 +328,7 @@ class _PairAgent(Companion):
         self.answer(reply, self.model)
 
     def rest(self, reply: Reply) -> None:
-        """Reply once no request of this rank is pending."""
+        """Reply once this rank has no pending request."""
         if self._asked is None:
             self.answer(reply, None)
         else:
@@ -339,8 +343,8 @@ class _PairAgent(Companion):
             mine = self.model
             self.model = mine + (theirs - mine) / 2
             self.participation.note(max(step - self._step, 0), 2)
-            # reply last, after applying this half, because the partner may conclude once it has the
-            # reply
+            # apply this half of the average before replying, because the partner may conclude as soon as
+            # it gets the reply
             self.post(source, _HEAD.pack(_REPLY, step), mine)
             return
         assert self._asked is not None, "an answer follows a request"
@@ -355,6 +359,6 @@ class _PairAgent(Companion):
         """Do nothing, because no deadline is ever set."""
 
     def lose(self, peer: int, reason: str) -> None:
-        """Fail if an answer from the lost rank is pending."""
+        """Raise an error if an answer from the lost rank is pending."""
         if self._asked is not None and peer == self._partner:
             raise self.failure(peer, self._step, reason)

@@ -1,4 +1,4 @@
-"""gTop-k: a reduction tree that selects the k largest entries after every merge, then a broadcast."""
+"""gTop-k: a reduction tree that keeps the k largest entries after every merge, then a broadcast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GTopk(Collective):
     the broadcast takes the reverse path.  The lower ranks' sum is the left operand.  Of every merged sum,
     only the k largest entries are kept, so the result need not contain the k largest entries of the whole
     sum.  Entries that a rank drops, and the rounding errors of its message, stay in its residual, even at
-    indices that it had not selected.  So a lossy codec must be contractive.
+    indices that it had not selected.  A lossy codec must therefore be contractive.
 
     Args:
         codec: wire format of both trees (default: coo, as in the paper).
@@ -31,7 +31,7 @@ class GTopk(Collective):
     busiest rank; half of each is sent and half received.   State: none.
     Differs from the paper: P need not be a power of two; values are sent in their own dtype; an entry
     that is dropped stays in the residual of the rank that drops it.  The paper returns it to the ranks
-    that had selected it, which loses entries that cancel.
+    that had selected it, but then entries that cancel are lost.
 
     Example:
         >>> import torch; from sparsync.transports.sim import simulate
@@ -52,7 +52,7 @@ class GTopk(Collective):
         self.codec = codec or Coo()
 
     def cost(self, job: Job) -> Cost:
-        """Return ``2 log2 P`` messages in sequence with ``4 k log2 P`` words (Ok-Topk, Table 1).
+        """Return ``2 log2 P`` sequential messages with ``4 k log2 P`` words (Ok-Topk, Table 1).
 
         The root receives in the first half and sends in the second, so no rank sends or receives more
         than half of these words.  In each round, one of two ranks encodes and the other decodes.
@@ -67,7 +67,7 @@ class GTopk(Collective):
         return Cost(2 * rounds, half, half, entries, entries, turns=2 * rounds)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the words of ``cost``, which do not depend on which entries the ranks select."""
+        """Return the words of ``cost``, which do not depend on the entries that ranks select."""
         return self.cost(job).words
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
@@ -79,11 +79,12 @@ class GTopk(Collective):
         framing, device = MessageFraming(codec), mine.values.device
         capacity = codec.nbytes(min(k, size), size, mine.values.dtype)
         # the lowest set bit of a rank is the distance to its parent; lower bits lead to its children
-        reach = rank & -rank or 1 << (comm.world_size - 1).bit_length()  # to the parent
+        reach = rank & -rank or 1 << (comm.world_size - 1).bit_length()  # distance to the parent
         distances = (1 << i for i in range(reach.bit_length() - 1))
         children = [rank + d for d in distances if rank + d < comm.world_size]
         total, dropped = mine, []
-        # from the nearest child to the farthest is rank order, so the lower ranks' sum is on the left
+        # the order from the nearest child to the farthest is rank order, so the lower ranks' sum is on
+        # the left
         for child in children:
             message = await comm.irecv(child, capacity, "reduce", framing)
             theirs = decode_as(codec, message, size, mine.values.dtype).to(device)
@@ -96,7 +97,7 @@ class GTopk(Collective):
         if rank:
             await comm.isend(payload, rank - reach, "reduce", framing)
             payload = await comm.irecv(rank - reach, capacity, "broadcast", framing)
-        # first send to the child with the most descendants, because its subtree needs the most rounds
+        # the child with the most descendants comes first, because its subtree needs the most rounds
         sending = [comm.isend(payload, child, "broadcast", framing) for child in children[::-1]]
         if rank:
             total = decode_as(codec, payload, size, mine.values.dtype).to(device)

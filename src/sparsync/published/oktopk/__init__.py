@@ -110,8 +110,8 @@ Differs from the paper
   more.
 * **An allgatherv of uneven counts runs on a ring**, which sends nothing twice.  Dissemination would send
   a large block up to log P times.
-* **An overfull rank hands over all of its entries** when they are balanced, and gets none back, because
-  it already knows them.
+* **An overfull rank hands over all of its entries** when entries are balanced.  It gets none of them
+  back, because it already knows them.
 * **Indices are relative to their region**, so 32 bits suffice for any n.  Every message has a header of
   8 bytes.
 * **Values may be rounded** (``codec=``) up to three times: entries on their way to a region's owner, sums
@@ -129,9 +129,9 @@ Differs from the paper
   (``global_threshold="histogram"``), which takes one small allreduce.  The paper allgathers all reduced
   entries every tau' steps: up to 2 min(k P, n) words that its "6k" leaves out.
 * **Boundaries are quantiles of the summed counts** (``boundaries="histogram"``).  The paper averages the
-  ranks' own cuts, which assumes that their supports look alike.
-* **Regions are cut again early** (``repartition_trigger=1.5``) when one of them held 1.5 times the mean.
-  If the supports jump, the volume then exceeds its bound for one step instead of up to 64.
+  cuts that suit each rank, which assumes that the ranks' supports are alike.
+* **Regions are cut again early** (``repartition_trigger=1.5``) if a region held 1.5 times the mean.  If
+  the supports suddenly change, the volume then exceeds its bound for one step instead of up to 64.
 
 ``threshold_period="auto"`` is an addition: each rank renews its threshold when it selects fewer than
 0.89 k or more than 1.11 k entries.
@@ -143,9 +143,9 @@ Not here
   ``sparsync_papers.baseline_optimizers.UpdateSpaceSGD``, or ``sparsync train --space update``.
 * VGG-16 on CIFAR-10, LSTM on AN4 and BERT on Wikipedia: ``sparsync_papers.models`` and
   ``sparsync_papers.workloads``.
-* Adam on sparse averages, as for the paper's BERT.  With Adam, ``attach`` exchanges updates, because
-  sparse averages distort Adam's moments (``docs/optimizers.md``).  ``exchange="gradients"`` overrides
-  this.
+* Adam on sparse averages, which the paper uses for BERT.  With Adam, ``attach`` exchanges updates,
+  because sparse averages distort Adam's moments (``docs/optimizers.md``).  ``exchange="gradients"``
+  overrides this.
 * The paper's timings on Piz Daint.  The figures below are counted, simulated, or measured on small
   models.
 
@@ -154,12 +154,13 @@ Figures
 
 * ``docs/results.md``: times on real links, compared with "dense" and this library's "budgeted".
 * ``benchmarks/oktopk_volume.md``: words per k for a range of P and inputs.
-* ``benchmarks/ablations.md``: rotation, bucketing and both kinds of balancing, each switched off alone.
+* ``benchmarks/ablations.md``: rotation, bucketing and both kinds of balancing, each switched off
+  separately.
 * ``benchmarks/threshold-period.md``: how long a threshold stays accurate.
 * ``benchmarks/xi.md``: xi for a range of values and densities.
 * ``benchmarks/convergence-sgd.md``: loss after the same number of steps.
 * ``benchmarks/reproduced.md``: Table 1 and Figures 4 to 13 next to the paper's numbers, produced by
-  ``sparsync reproduce oktopk-table1`` and its siblings.
+  ``sparsync reproduce oktopk-table1`` and similar commands.
 """
 
 from collections.abc import Mapping

@@ -49,12 +49,12 @@ __all__ = [
     "split_cost",
 ]
 
-# The marginal bin may hold up to k / 64 entries.  They are admitted in rank order, not by magnitude, so
-# up to this fraction of the total may differ from the exact top-k.
+# The marginal bin may hold up to k / 64 entries.  These are kept in rank order, not by magnitude, so up
+# to this fraction of the total may differ from the exact top-k.
 _FINE = 64
 # Fitted to benchmarks/fidelity.md at P = 4 and 8, in units of a decoding pass and of a budgeted turn.
-_PASSES = 4  # per entry of k: sort, histogram, and find the delivered ones
-_COUNTS_TURN = 1 / 3  # share of a turn, because a round that exchanges counts does almost no work
+_PASSES = 4  # for each of k entries: sorting, histograms, and finding the delivered entries
+_COUNTS_TURN = 1 / 3  # fraction of a turn, because exchanging counts involves almost no work
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class OkTopkState:
     """The state that is kept from step to step, equal on every rank.
 
     Attributes:
-        boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and after a step on which a
+        boundaries: P + 1 cuts of ``[0, n)``; None before the first step, and after a step in which a
             region was crowded.
         threshold_key: the last global threshold as a magnitude key.
     """
@@ -78,7 +78,7 @@ class OkTopk(Collective):
     The phases, with the lines of Algorithm 1: 1. agree on P regions that hold equally many selected
     entries, every ``repartition_period`` steps (5-7);  2. split and reduce: each region's owner sums its
     entries (8);  3. select the k largest globally (9-12);  4. balance, if counts are uneven, and
-    allgatherv (13);  5. a rank's selected entries whose index is in the total are delivered (14).
+    allgatherv (13);  5. count a rank's selected entries as delivered if their index is in the total (14).
 
     Args:
         codec: wire format (default: coo).  A lossy codec rounds entries on their way to a region's
@@ -86,17 +86,18 @@ class OkTopk(Collective):
         keep_error: whether the rank that rounds a value keeps the error, which requires a contractive
             codec; if False, the error is lost and reported.
         repartition_period: tau in steps (paper: 64).
-        repartition_trigger: cut the regions again on the next step if one of them held more than this
-            multiple of the mean (1.5 keeps the words received in phase 2 below 3k).  None never cuts
-            early, as published.  Needs ``global_threshold="histogram"``, whose messages carry the loads.
+        repartition_trigger: cut the regions again in the next step if a region held more than this
+            multiple of the mean (1.5 keeps the words received in phase 2 below 3k).  With None, regions
+            are never cut early, as published.  A number needs ``global_threshold="histogram"``, whose
+            messages carry the loads.
         threshold_period: tau' in steps, for ``global_threshold="allgather"`` (paper: 32, BERT 128).
-        boundaries: "histogram" (quantiles of the summed counts) or "average" (means of the ranks' own
-            cuts, as published in section 3.1.1; this assumes that the ranks' supports look alike).
+        boundaries: "histogram" (quantiles of the summed counts) or "average" (means of the cuts that suit
+            each rank, as published in section 3.1.1; this assumes that the ranks' supports are alike).
         global_threshold: "histogram" (exactly k, every step) or "allgather" (as published: exact
             every ``threshold_period`` steps at up to 2 min(kP, n) words, reused in between).
         cap: at most ``cap * k`` entries are sent, locally and globally; None sets no limit.
-        buckets: number of buckets of messages in the split; one is reduced while the next is in flight
-            (section 3.1.1, which gives no number).  With 1, there is no bucketing.
+        buckets: number of buckets of messages in the split; each is reduced while the next one is in
+            flight (section 3.1.1, which gives no number).  With 1, there is no bucketing.
         rotate: whether every rank begins with a different destination (Figure 2b).
         balanced_split: with False, regions have equal widths (the "naive reduce" of Figure 7a).
         balance: with False, entries are never balanced before the allgatherv (Figure 7b).
@@ -208,7 +209,7 @@ class OkTopk(Collective):
         return cost + Cost(0, 0, encoded=encoded, decoded=decoded, turns=turns)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return ``bound_words`` if capped, or Equation 3, which ignores exact steps, if as published."""
+        """Return ``bound_words`` if there is a cap; as published, Equation 3 (ignoring exact steps)."""
         if self.global_threshold == "allgather":
             return equation_3(job.k, job.world_size).words
         if self.cap == 1:
@@ -245,9 +246,9 @@ class OkTopk(Collective):
             writer,
             balance_trigger=self.balance_trigger,
         )
-        # The paper cuts every 64 steps, because supports change slowly.  After a jump, one owner may
-        # receive 2 (P - 1) k words until the period ends.  Here, all ranks see the loads, so they can
-        # agree to cut on the next step.
+        # The paper cuts regions every 64 steps, because supports change slowly.  After a sudden change,
+        # an owner may receive 2 (P - 1) k words per step until the period ends.  Here, all ranks see the
+        # loads, so they can agree to cut in the next step.
         trigger = self.repartition_trigger
         crowded = trigger is not None and regions.is_crowded(kept.loads, trigger)
         self.state = OkTopkState(None if crowded else tuple(boundaries), kept.threshold_key)
@@ -272,8 +273,8 @@ class OkTopk(Collective):
         if step % self.repartition_period and known and len(known) == world_size + 1:
             return list(known)
         if self.boundaries == "average":
-            # In the tight case of Theorem 3.1, rank i has selected entries only in region i, so the means
-            # of the ranks' cuts suit no rank: at P = 16, one rank receives 13.1 words per k.
+            # In the tight case of Theorem 3.1, rank i selects entries only in region i, so the means of
+            # the ranks' cuts suit no rank: at P = 16, one rank receives 13.1 words per k.
             cuts = regions.equal_count_cuts(selected.indices.tolist(), size, world_size)
             sums = await comm.allreduce(
                 torch.tensor(cuts, dtype=torch.int64, device="cpu"), "boundaries"
@@ -293,7 +294,7 @@ class OkTopk(Collective):
             return even_boundaries(size, world_size)
         boundaries = [0]
         for i, bracket in enumerate(brackets, start=1):
-            # choose the edge of the bracket that leaves fewer entries on the wrong side
+            # cut at the edge of the bracket that leaves fewer entries on the wrong side
             past_low = total * i // world_size - bracket.below
             cut = bracket.low if 2 * past_low <= bracket.inside else bracket.high
             boundaries.append(max(cut, boundaries[-1]))
@@ -306,15 +307,16 @@ class OkTopk(Collective):
     ) -> _Kept:
         """Keep exactly ``min(cap * k, nnz)`` entries, using histograms of magnitudes.
 
-        The bins cover one octave on either side of the last threshold, or all magnitudes if there is
-        none.  All entries above the marginal bin are kept.  The remaining places are filled in rank
-        order, with each rank's largest entries first.  ``cap=None`` keeps the whole marginal bin.
+        The bins cover one octave on either side of the last threshold, or all magnitudes if there is no
+        last threshold.  All entries above the marginal bin are kept.  The remaining places are filled in
+        rank order, with each rank's largest entries first.  ``cap=None`` keeps the whole marginal bin.
         """
-        # A few hundred counts per step do not drift.  They replace an allgather of all reduced entries
-        # every tau' steps: up to 2 min(k P, n) words, which the paper's 6 k does not include.
+        # A few hundred counts per step replace an allgather of all reduced entries every tau' steps: up
+        # to 2 min(k P, n) words, which the paper's 6 k does not include.  Renewed on every step, the
+        # threshold cannot drift.
         cap, last, values = self.cap, self.state.threshold_key, share.region.values
-        # One bit pattern of NaN has the key ``stop`` itself.  ``below`` counts every element as below
-        # ``stop``, so a NaN of this kind falls into the last bin.
+        # One bit pattern of NaN has the key ``stop`` itself.  ``below`` counts every element as being
+        # below ``stop``, so that this NaN falls into the last bin.
         stop, octave = kernels.key_range(values.dtype)
         around, bins = None, regions.REFINING_BINS
         if last is not None:
@@ -361,8 +363,8 @@ class OkTopk(Collective):
 
         This takes up to 2 min(k P, n) words, which Equation 3 leaves out.
         """
-        # use an exact codec: rounded sums would tie, and far more than k entries would reach the k-th
-        # largest
+        # use an exact codec: rounded sums would be equal so often that far more than k entries would
+        # reach the k-th largest
         codec = self.codec if self.codec.is_exact(region.values.dtype) else Coo()
         encoded = codec.encode(region)
         length = torch.tensor([encoded.payload.numel()], device="cpu")
@@ -385,7 +387,7 @@ class OkTopk(Collective):
         return _Kept(self._within_cap(counts, k, finite=finite), threshold_key)
 
     async def _by_threshold(self, comm: Communicator, region: SparseVector, k: int) -> _Kept:
-        """Keep entries that reach a reused threshold; above the cap, keep fewer on all ranks pro rata."""
+        """Keep entries that reach a reused threshold; beyond the cap, all ranks keep fewer, pro rata."""
         threshold_key = self.state.threshold_key
         key = torch.tensor([max(threshold_key or 0, 1)], device=region.values.device)
         reach = int(kernels.count_from(region.values, key))
@@ -397,7 +399,7 @@ class OkTopk(Collective):
     def _within_cap(self, counts: Sequence[int], k: int, *, finite: bool) -> Sequence[int]:
         """Scale the counts down to ``cap * k`` entries pro rata; the entries cut off are not delivered.
 
-        No cap applies if a value is not finite, because a cap could drop the NaN that makes all ranks
+        If a value is not finite, no cap applies, because a cap could drop the NaN that makes all ranks
         refuse the step.
         """
         total = sum(counts)
@@ -409,9 +411,9 @@ class OkTopk(Collective):
 
 
 class _Kept(NamedTuple):
-    """How many of its region's largest entries each rank keeps, known to all ranks.
+    """How many of its region's largest entries each rank keeps; known to all ranks.
 
-    ``loads`` holds the number of entries that each rank summed; it is empty if the ranks have not
+    ``loads`` holds the number of entries that each rank has summed; it is empty if the ranks have not
     exchanged these numbers.
     """
 
@@ -424,11 +426,11 @@ class _Kept(NamedTuple):
 
 
 def bound_words(k: float, world_size: int, *, exchangeable: bool) -> float:
-    """Return the most words that a rank sends or receives on any step of the preset "oktopk".
+    """Return a bound on the words that a rank sends or receives in any step of the preset "oktopk".
 
     The bound is ``6 k (P - 1) / P`` (Equation 3) if the ranks' inputs are exchangeable.  For arbitrary
     inputs, it is ``6 k - 4 k / P = 2 k + 4 k (P - 1) / P``: Equation 2, plus Equation 1 without the
-    assumption that a rank owns 1 / P of the entries that it selected (it may have to send all k).
+    assumption that a rank owns 1 / P of the entries that it selects (it may have to send all k).
 
     The bound holds if supports do not change from one step to the next (the paper: for 64 steps).
     Headers and histograms have no separate term.  If ``k / P >= 256``, the bound leaves room for them.
@@ -495,7 +497,7 @@ def histogram_cost(k: int, world_size: int) -> Cost:
 
 
 def counts_cost(numbers: int, world_size: int) -> Cost:
-    """Return the cost of an allgather of a few integers per rank: its counts, and its region's load."""
+    """Return the cost of an allgather of a few integers per rank: counts, and its region's load."""
     return allgatherv(numbers * COUNT_BYTES, world_size)
 
 

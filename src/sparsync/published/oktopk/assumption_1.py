@@ -1,4 +1,4 @@
-"""Ok-Topk's Assumption 1, evaluated on the vectors of all ranks: the distance from the true top-k."""
+"""Ok-Topk's Assumption 1, evaluated on all ranks' vectors: the distance from the true top-k."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def xi(
     training.
 
     Args:
-        accumulated: residual plus gradient of each rank, `[n]` each, before selection.
+        accumulated: each rank's residual plus gradient, `[n]`, before selection.
         gradients: the ranks' gradients, `[n]` each.
         k: number of entries selected, on each rank and from the sum.
-        reselect: False leaves out the outer Topk of the second term, as in SparCML's Assumption
-            C.2.
+        reselect: whether the second term has its outer Topk; SparCML's Assumption C.2 has none.
 
     Returns:
         xi >= 0; infinity if the mean gradient is zero and the two vectors differ.

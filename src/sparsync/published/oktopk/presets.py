@@ -19,7 +19,7 @@ def oktopk(
     floor: float | None = 2 / 3,
     **options: Any,
 ) -> Algorithm:
-    """Ok-Topk with a bounded volume on every step, by means of histograms and a cap.
+    """Ok-Topk with a volume that histograms and a cap bound on every step.
 
     The regions and the global threshold come from histograms.  The bound assumes that the ranks' supports
     do not change from one step to the next (the paper: within 64 steps), and that k / P >= 256.
@@ -28,9 +28,9 @@ def oktopk(
         threshold_period: tau', steps between exact local thresholds (paper, section 5.2: 32).  With
             "auto", each rank renews its threshold when its count leaves a band of 11 % around k.
         cap: at most ``cap * k`` entries are sent, locally and globally.
-        floor: a step whose threshold finds fewer than ``floor * k`` local entries selects exactly
-            instead.  None switches this off, as published.  Early in training, a threshold reused for 32
-            steps finds 0.03 to 0.1 k (benchmarks/threshold-period.md).
+        floor: if fewer than ``floor * k`` local entries reach a step's threshold, the selection becomes
+            exact.  None switches this off, as published.  Early in training, only 0.03 to 0.1 k entries
+            reach a threshold that is reused for 32 steps (benchmarks/threshold-period.md).
         options: see ``sparsync.published.oktopk.OkTopk``.
     """
     if cap is not None and floor is not None:

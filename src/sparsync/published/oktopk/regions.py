@@ -1,7 +1,7 @@
 """Ok-Topk's regions (section 3.1): how ranks agree on, reduce, balance and gather them.
 
-All ranks know all counts before the allgatherv.  So the length of every message is known, and its
-receiver can allocate a buffer.
+All ranks know all counts before the allgatherv.  The receiver of a message therefore knows its length,
+and can allocate a buffer.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = [
 ]
 
 REFINING_BINS = 64  # per bracket that is divided again: three rounds distinguish 2^18 magnitudes
-# The allgatherv uses a ring if dissemination would make the busiest rank send more than this multiple of
-# an even share.
+# The allgatherv uses a ring if the busiest rank would send more than this multiple of an even share in a
+# dissemination.
 _TOLERANCE = 1.25
 
 
@@ -65,15 +65,15 @@ def equal_count_cuts(indices: Sequence[int], size: int, parts: int) -> list[int]
 def is_crowded(loads: Sequence[int], trigger: float) -> bool:
     """Return whether a region was so full that ranks should agree on new boundaries.
 
-    A crowded region has more than ``trigger`` times the mean load, plus a margin of 2 P: an index that
-    all ranks selected is a load of P, which new cuts cannot divide.
+    A crowded region has more than ``trigger`` times the mean load, plus a margin of 2 P.  The margin is
+    needed because an index that all ranks select is a load of P, which new cuts cannot divide.
     """
     world_size = len(loads)
     return bool(loads) and max(loads) > trigger * sum(loads) / world_size + 2 * world_size
 
 
 class Bracket(NamedTuple):
-    """A range of keys: ``below`` keys lie under ``low``, ``inside`` keys in ``[low, high)``."""
+    """A range of keys: ``below`` keys are less than ``low``, ``inside`` keys are in ``[low, high)``."""
 
     low: int
     high: int
@@ -98,11 +98,11 @@ async def quantiles(
     count_limit: int,
     phase: str,
 ) -> tuple[int, list[Bracket]]:
-    """Bracket the keys at given positions of the sorted union of all ranks' keys.
+    """Find brackets for the keys at given positions in the sorted union of all ranks' keys.
 
     An allreduce of a histogram narrows every wanted cut to one bin; bins that still hold too many keys
-    are divided again.  The paper averages the ranks' own cuts instead (section 3.1.1), which requires
-    that the ranks' supports look alike.
+    are divided again.  The paper averages the cuts that suit each rank (section 3.1.1), but this requires
+    that the ranks' supports are alike.
 
     Args:
         comm: the group.
@@ -112,9 +112,9 @@ async def quantiles(
             keys.
         stop: all keys are smaller than this.
         bins: number of bins of the first histogram; later ones have 64 per bracket that is divided again.
-        tolerance: given the total, returns how many keys a bracket may hold before it is divided again.
+        tolerance: returns how many keys a bracket may hold before it is divided again, given the total.
         start_at: the range to search first, ``(low, high)``; by default, all keys.
-        count_limit: an upper bound of the total, the same on all ranks; it determines whether a bin has 4
+        count_limit: an upper bound on the total, the same on all ranks; it determines whether a bin has 4
             or 8 bytes.
         phase: the phase under which the ledger counts the bytes.
 
@@ -125,7 +125,7 @@ async def quantiles(
     Cost: one allreduce per round; usually 1 or 2 rounds.
     """
     dtype = torch.int32 if count_limit < 1 << 31 else torch.int64
-    # 0 and ``stop`` are always edges, so keys outside ``start_at`` land in the two outer bins
+    # 0 and ``stop`` are always edges, so keys outside ``start_at`` are counted in the two outer bins
     edges = _edges([start_at or (0, stop)], bins, 0, stop)
     brackets: list[Bracket] = []
     wanted: Sequence[int] = []
@@ -145,7 +145,7 @@ async def quantiles(
                 _narrowed(bracket, position, edges, ends)
                 for bracket, position in zip(brackets, wanted, strict=True)
             ]
-        # a bracket of a single key cannot be divided, so the loop ends however many entries have this key
+        # a bracket of a single key is not divided, so the loop ends even if many entries have this key
         enough = tolerance(total)
         open_ones = sorted(
             {(b.low, b.high) for b in brackets if b.inside > enough and b.high - b.low > 1}
@@ -157,7 +157,7 @@ async def quantiles(
 
 def _edges(spans: Sequence[tuple[int, int]], bins: int, *outer: int) -> list[int]:
     """Divide the spans evenly into about ``bins`` pieces in total, and return the edges."""
-    # at least two pieces, because otherwise a round would leave a bracket unchanged
+    # divide each span into at least two pieces; otherwise a round would leave it unchanged
     per_span, edges = max(2, bins // len(spans)), set(outer)
     for low, high in spans:
         pieces = max(min(per_span, high - low), 1)
@@ -166,7 +166,7 @@ def _edges(spans: Sequence[tuple[int, int]], bins: int, *outer: int) -> list[int
 
 
 def _find(position: int, below: int, edges: Sequence[int], ends: Sequence[int]) -> Bracket:
-    """Return the bin that holds ``position``; ``below`` keys lie under the first edge."""
+    """Return the bin that holds ``position``; ``below`` keys are smaller than the first edge."""
     i = bisect_right(ends, position - below) - 1
     if i >= len(edges) - 1:  # past the last key
         return Bracket(edges[-1], edges[-1], below + ends[-1], 0)
@@ -178,7 +178,8 @@ def _narrowed(
 ) -> Bracket:
     """Return the bin that holds the position, if the finer edges divide its bracket."""
     first, last = bisect_left(edges, bracket.low), bisect_left(edges, bracket.high)
-    # edges of other brackets may lie between those of this one, which begin and end exactly with it
+    # edges that divide a different bracket may also be in this range; the ones that divide this bracket
+    # begin and end exactly where it does
     if last - first < 2 or edges[first] != bracket.low or bracket.high not in edges[last:]:
         return bracket
     base = bracket.below - ends[first]
@@ -217,7 +218,7 @@ class Writer:
         if self.exact:
             return self.codec.encode(region).payload
         encoded = self.codec.seeded(self._source, self._step).encode(region)
-        # seed the next message differently, because QSGD is unbiased only over independent draws
+        # seed the next message differently, because QSGD is unbiased only if draws are independent
         self._source += self._ranks
         error = rounded_off(region, encoded.decoded)
         self.errors.append(error.embed(start, self._size))
@@ -244,7 +245,8 @@ def schedule(rank: int, world_size: int, *, rotate: bool) -> Iterator[tuple[int,
     """Yield ``(dest, source)`` for each of the P - 1 turns in which a rank sends to all others.
 
     With ``rotate``, rank r sends to r + 1, r + 2, ..., and in every turn each rank receives from one peer
-    (Ok-Topk, Figure 2b).  Without it, all ranks send to 0, then 1, ...: turn i floods rank i (2a).
+    (Ok-Topk, Figure 2b).  Otherwise, all ranks send to rank 0, then to rank 1, ..., so that turn i floods
+    rank i (2a).
 
     Example:
         >>> list(schedule(1, 4, rotate=True))
@@ -262,7 +264,7 @@ def schedule(rank: int, world_size: int, *, rotate: bool) -> Iterator[tuple[int,
 
 
 class Share(NamedTuple):
-    """The sum of one rank's region, with indices relative to its start, and the number of summands."""
+    """The sum of one rank's region, with indices relative to the region, and the number of summands."""
 
     region: SparseVector
     load: int
@@ -291,7 +293,7 @@ async def split_reduce(
         boundaries: P + 1 ascending cuts of ``[0, size)``; rank r owns ``[b[r], b[r + 1])``.
         writer: writes this rank's messages.
         most: the largest number of entries that any rank may have selected.
-        buckets: the maximum number of buckets of turns; with 1, all shares are reduced at the end.
+        buckets: the largest number of buckets of turns; with 1, all shares are reduced at the end.
         rotate: as for ``schedule``.
 
     Cost: P - 1 messages; at most 2 ``most`` words sent; two buckets in flight.
@@ -312,17 +314,17 @@ async def split_reduce(
             sending.append(comm.isend(payloads[dest], dest, phase, framing))
         return receiving
 
-    # Add in the order of the turns, not of arrival: float addition is not associative, and the
-    # simulator, gloo and ZeroMQ must agree bit for bit.  Rank order would be too slow: rank P - 1 would
-    # wait for its second-last turn before it could add the share of rank 0.
+    # Shares are added in the order of the turns, not of their arrival: float addition is not
+    # associative, and the simulator, gloo and ZeroMQ must agree bit for bit.  Rank order would be too
+    # slow: rank P - 1 would wait for its second-last turn before it could add rank 0's share.
     region, load, flight, arrived = mine, mine.nnz, start(0), []
     for first in range(0, len(turns), width):
         # Send the next bucket before this one has arrived.  The paper sends it afterwards, which costs
-        # the latency once per bucket: more than the overlap gains if messages are short.
+        # the latency once per bucket.  For short messages, this is more than the overlap gains.
         ahead = start(first + width)
         arrived += [await receiving for receiving in flight]
         flight = ahead
-        # an early reduction reads the running sum once more, which pays only if the rank would idle
+        # an early reduction reads the running sum once more, which pays only if the rank would be idle
         if sum(receiving.poll(0.0) for receiving in flight) > len(flight) // 2:
             continue
         with comm.stage("unpack"):
@@ -341,7 +343,7 @@ async def split_reduce(
 
 
 def holders(counts: Sequence[int], trigger: float) -> list[int]:
-    """Return the ranks that hold entries after balancing: those with at most ``trigger`` x the mean."""
+    """Return the ranks with at most ``trigger`` times the mean, which hold entries after balancing."""
     # compare integers, because rounding could make ranks disagree
     total, world_size = sum(counts), len(counts)
     return [r for r, count in enumerate(counts) if count * world_size <= trigger * total]
@@ -350,8 +352,8 @@ def holders(counts: Sequence[int], trigger: float) -> list[int]:
 def balanced_counts(counts: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return the number of entries per rank after balancing: even over ``ranks``, 0 for the others.
 
-    Section 3.1.2 gives every rank k / P.  Here, an overfull rank keeps none: it already knows its own
-    entries, so any share that it kept or got back would only add volume.
+    Section 3.1.2 gives every rank k / P.  Here, an overfull rank keeps none: it already knows its
+    entries, so a share that it kept or got back would only add volume.
 
     Example:
         >>> balanced_counts([9, 0, 1, 0, 0], ranks=[1, 2, 3, 4])
@@ -370,8 +372,8 @@ def balance_plan(
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield moves ``(source, dest, start, entries)`` in order, after which rank j has ``targets[j]``.
 
-    The entries of all ranks, concatenated, are cut into pieces of the target lengths; piece j goes to
-    rank j.  There are at most 2 P - 1 moves, including those from a rank to itself.
+    All ranks' entries are concatenated and cut into pieces of the target lengths; piece j goes to rank j.
+    There are at most 2 P - 1 moves, including moves from a rank to itself.
 
     Example:
         >>> list(balance_plan([4, 0, 0, 0], [1, 1, 1, 1]))
@@ -389,7 +391,7 @@ def balance_plan(
 
 
 def dissemination_sends(lengths: Sequence[int]) -> int:
-    """Return the most bytes that any rank sends if messages of these lengths are disseminated.
+    """Return the busiest rank's number of sent bytes if messages of these lengths are disseminated.
 
     Example:
         >>> dissemination_sends([1, 1, 1, 1]), dissemination_sends([4, 0, 0, 0])
@@ -406,9 +408,9 @@ def dissemination_sends(lengths: Sequence[int]) -> int:
 def spans(
     counts: Sequence[int], targets: Sequence[int], boundaries: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Return, per balanced piece, the narrowest ``[start, stop)`` of whole regions that holds it.
+    """Return, for each balanced piece, the narrowest ``[start, stop)`` of whole regions that holds it.
 
-    All ranks can compute the spans from the counts, so indices are sent relative to them.
+    All ranks can compute these spans from the counts, so indices are sent relative to the spans.
 
     Example:
         >>> spans([4, 0, 4], [2, 4, 2], [0, 10, 20, 30])
@@ -436,7 +438,7 @@ async def balance_and_allgatherv(
     *,
     balance_trigger: float | None,
 ) -> SparseVector:
-    """Return the union of all ranks' kept entries, identical everywhere.
+    """Return the union of all ranks' kept entries, identical on all ranks.
 
     ``kept`` holds this rank's entries, with indices relative to its region; ``counts`` holds each rank's
     number of entries.  If the largest count exceeds ``balance_trigger`` times the mean, entries are
@@ -445,8 +447,8 @@ async def balance_and_allgatherv(
     Cost: balancing takes at most 2 (P - 1) messages in total and 2k words per rank.  The allgatherv takes
     ceil(log2 P) messages and about 2k (P - 1) / P words if counts are even, otherwise P - 1 messages on a
     ring and at most 2k words.  After balancing, m ranks hold nothing, and each of the others also sends
-    its share to all of these (m messages, 2k m / (P - m) words).  So a rank that handed over 2k words
-    forwards nothing.
+    its share to all of these (m messages, 2k m / (P - m) words).  A rank that has handed over 2k words
+    therefore forwards nothing.
     """
     size, total, codec = boundaries[-1], sum(counts), writer.codec
     mine = kept.embed(boundaries[comm.rank], size)
@@ -477,14 +479,15 @@ async def _allgatherv(
     holding: Sequence[int],
     framing: MessageFraming,
 ) -> list[Tensor]:
-    """Collect, in rank order, the messages of the ranks that hold entries; idle ranks only receive."""
+    """Collect messages, in rank order, from the ranks that hold entries; idle ranks only receive."""
     phase = "allgatherv"
     idle = [rank for rank in range(comm.world_size) if rank not in holding]
     if comm.rank in idle:
         receiving = [comm.irecv(source, lengths[source], phase, framing) for source in holding]
         return [await operation for operation in receiving]
-    # With recursive doubling (3.1.2), idle ranks would forward the others' entries after sending up to
-    # 2 k words for balancing.  Instead, holders gather among themselves, then send to all idle ranks.
+    # With recursive doubling (3.1.2), idle ranks would forward other ranks' entries after sending up to
+    # 2 k words for balancing.  Here, the ranks that hold entries gather among themselves, and also send
+    # to all idle ranks.
     sending = [comm.isend(payload, dest, phase, framing) for dest in idle]
     group = Subgroup(comm, holding) if idle else comm
     shares = [lengths[rank] for rank in holding]
@@ -506,9 +509,8 @@ async def _balance(
     boundaries: Sequence[int],
     writer: Writer,
 ) -> SparseVector:
-    """Hand entries over in order, so that pieces can be joined, until rank j holds ``targets[j]``."""
-    # a message contains entries of one region, whose width all ranks know, so its indices are relative
-    # to that region
+    """Hand entries over until rank j holds ``targets[j]``, in order, so that pieces can be joined."""
+    # a message contains entries of one region, whose width all ranks know; indices are relative to it
     codec, framing, phase = writer.codec, writer.framing, "balance"
     pieces = {comm.rank: mine.keep(slice(0, 0))}
     receiving: dict[int, Operation] = {}

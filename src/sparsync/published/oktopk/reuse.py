@@ -1,4 +1,4 @@
-"""Threshold reuse: exact selection every ``threshold_period`` steps, comparisons in between."""
+"""Threshold reuse: exact selection every ``threshold_period`` steps, and comparisons in between."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from sparsync.sparse import SparseVector
 __all__ = ["Reused", "ReusedState"]
 
 _BAND = 0.11  # fraction of k; the paper's average deviation stays below it (section 5.2)
-_MARGIN = 1 / 4  # octaves; "auto" collects entries down to this far below the threshold, 84 % of it
+_MARGIN = 1 / 4  # octaves below the threshold from which "auto" collects entries (at 84 % of it)
 
 
 @dataclass(frozen=True)
 class ReusedState:
     """The state that is kept from step to step."""
 
-    # the k-th largest magnitude at the last exact step; None before the first step, or if all entries
+    # the k-th largest magnitude in the last exact step; None before the first step, or if all entries
     # were zero
     threshold_key: int | None = None
 
 
 @final
 class Reused(Selector):
-    """Selects the entries that are at least as large as the k-th largest one at the last exact step.
+    """Selects the entries that are at least as large as the k-th largest one in the last exact step.
 
-    Exact steps select exactly ``min(k, nnz)`` entries.  On the steps between them, the count drifts.
-    Therefore only the ``cap * k`` largest are selected, and a step that finds fewer than ``floor * k``
-    becomes exact.
+    Exact steps select exactly ``min(k, nnz)`` entries.  In the steps between them, the count drifts.
+    Therefore only the ``cap * k`` largest are selected, and a step with fewer than ``floor * k`` becomes
+    exact.
 
-    ``threshold_period="auto"`` has no fixed period: a step that finds fewer than 0.89 k or more than
-    1.11 k entries selects exactly k and renews the threshold.  This is usually almost free: if at least
-    k entries lie above 84 % of the threshold, the k largest are among them.  In the paper, 11 % is an
-    average deviation; here, it is a bound (``benchmarks/threshold-period.md``).
+    ``threshold_period="auto"`` has no fixed period: if fewer than 0.89 k or more than 1.11 k entries
+    reach the threshold, a step selects exactly k and renews the threshold.  This usually costs almost
+    nothing: if at least k entries are above 84 % of the threshold, the k largest are among them.  In the
+    paper, 11 % is an average deviation; here, it is a bound (``benchmarks/threshold-period.md``).
 
     Args:
         threshold_period: tau' in steps (paper: 32 for VGG and LSTM, 128 for BERT), or "auto".
-        cap: maximum number of entries, as a multiple of k, on steps that reuse a threshold; None sets no
+        cap: largest number of entries, as a multiple of k, in steps that reuse a threshold; None sets no
             bound, as published.
-        floor: minimum number of entries, as a multiple of k, on these steps.
+        floor: smallest number of entries, as a multiple of k, in these steps.
 
-    Cost: n comparisons; a partial sort of n elements every ``threshold_period`` steps and below the
-    floor.  With "auto", the sort is needed if fewer than k entries lie above 84 % of the threshold, or
-    more than 4 k above it.
+    Cost: n comparisons; a partial sort of n elements every ``threshold_period`` steps, and whenever the
+    count is below the floor.  With "auto", the sort is needed if fewer than k entries are above 84 % of
+    the threshold, or more than 4 k above the threshold itself.
     State: ``ReusedState``.
     Differs from the paper: cap, floor and "auto" are additions; steps are 0-based (the paper prints
     ``(t - 1) mod tau'``).
@@ -88,7 +88,7 @@ class Reused(Selector):
         self.state = ReusedState()
 
     def collect_from(self, k: int, step: int, dtype: torch.dtype) -> tuple[int, int] | None:
-        """Return the key and the limit for collecting entries, on steps that reuse the threshold."""
+        """Return the key and the limit for collecting entries; None in steps that are exact."""
         known = self._known(step)
         if known is None:
             return None
@@ -109,8 +109,8 @@ class Reused(Selector):
             collected = collected or reaching(accumulated, lowest, 2 * room(k))
             collected = collected or reaching(accumulated, known, room(k))
             return self._within_band(accumulated, k, known, collected, limit)
-        # allow somewhat more entries than the limit, because selecting the largest among those is
-        # cheaper than among all n
+        # allow more entries than the limit to a certain degree, because selecting the largest among
+        # them is cheaper than selecting among all n
         most = None if self.cap is None else max(limit, room(k))
         reached = collected or reaching(accumulated, known, most)
         if reached is None:
@@ -129,7 +129,7 @@ class Reused(Selector):
     def _within_band(
         self, accumulated: Tensor, k: int, known: int, collected: SparseVector | None, limit: int
     ) -> SparseVector:
-        """Return the entries that reach the threshold if about k of them do, otherwise exactly k."""
+        """Return the entries that reach the threshold if about k do; otherwise select exactly k."""
         # this decision is local: the global threshold is exact on every step, so ranks need not agree
         if collected is not None:
             reached = kernels.find(collected.values, known, None)

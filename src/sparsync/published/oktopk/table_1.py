@@ -76,7 +76,7 @@ def _log(ranks: int) -> int:
 
 
 def _one(words: Callable[[int, int, int], float]) -> Callable[[int, int, int], Interval]:
-    """Wrap a term that is a single number as an interval."""
+    """Return a function whose interval has a term's single number as both of its ends."""
     return lambda n, k, p: (float(words(n, k, p)),) * 2
 
 

@@ -98,8 +98,8 @@ thresholds under the names of the preset's options::
 
 The table lists the thresholds in KB at D = 0.1 %, for fused layers on a GPU (the defaults of
 ``SelectionTimes``).  The paper uses 128 KB for the first row, and prefers trimming up to 4 MB so that
-messages have a fixed length.  "never" means that a binary search does not pay: it selects up to twice as
-many entries, whose bytes cost more time than the search saves.
+messages have a fixed length.  "never" means that a binary search does not pay off: it selects up to twice
+as many entries, and sending these takes more time than the search saves.
 
 =========  ===  ==============  =======  =======
 network    P    compress_thd    thsd1    thsd2
@@ -130,17 +130,17 @@ Differs from the paper
 ----------------------
 
 * **Algorithm 2** ends when at least k entries reach the threshold.  As printed, it continues while more
-  than k do, which contradicts the text.  A single pass counts the entries above all candidate thresholds;
-  it costs no more than a pass for one threshold.  Exactly k entries are selected.
+  than k entries reach it, which contradicts the text.  A single pass counts the entries above all
+  candidate thresholds; it costs no more than a pass for one threshold.  Exactly k entries are selected.
 * **Algorithm 3** bisects ratios.  As printed, thresholds are assigned to the bounds of the ratios, and
-  the wrong bound moves for counts between k / 2 and k.  If the search reaches epsilon without finding k
-  to 2k entries (because of ties or a few huge entries), the k largest are selected.
+  the wrong bound is changed for counts between k / 2 and k.  If the search reaches epsilon without
+  finding k to 2k entries (because of ties or a few huge entries), the k largest are selected.
 * **Every layer has a reuse counter.**  Algorithm 5 as printed resets it to 0 in every call, so every call
   would search.  A reused threshold selects at most 2k entries (``cap=2.0``).  This bounds the size of
   messages, so ranks need no extra round to exchange their lengths.  ``cap=None`` sets no limit, as
   published.
-* **There is no exact tier by default** (``thsd1=None``), as in section 5.4.  Algorithm 5 also has exact
-  top-k, for layers below ``thsd1``.
+* **Exact top-k is not used by default** (``thsd1=None``), as in section 5.4.  Algorithm 5 uses it for
+  layers below ``thsd1``.
 * **The signs never mix** in "redsync-quantized", because the mean of mixed signs would be near zero.  The
   paper's "smallest k" include positive values if fewer than k are negative.
 * **Every layer alternates between the signs.**  Algorithm 5 as printed sets the flag to true in every
@@ -152,8 +152,8 @@ Differs from the paper
 * **Weight decay reaches the residual**.  Algorithm 4 adds it to a gradient that is never used afterwards.
 * **Nesterov momentum** is PyTorch's, ``U = m (U + g); V = V + U + g``, so training at density 1 is
   identical to ``torch.optim.SGD``.  Algorithm 4 adds g to V a second time.
-* **Masking skips parameters that are exchanged dense**, because they are never delayed.
-* **Local gradients are clipped to sqrt(P) times the norm**.  The paper's N^-1/2 applies to gradients
+* **Masking skips parameters that are exchanged dense**, because their entries are never delayed.
+* **Local gradients are clipped to sqrt(P) times the norm**.  The paper's factor N^-1/2 is for gradients
   that have already been divided by N.  With ``clip_norm="previous"``, clipping allows overlap with the
   backward pass, which the paper forgoes.
 * **The optimizer applies the average**, with its learning rate.  Line 48 of Algorithm 4 has neither the
@@ -180,7 +180,7 @@ Figures
 * ``benchmarks/redsync_phases.md``: time per phase of a step as P grows (Figure 10).
 * ``benchmarks/selection.md``: time of the selectors as the residual grows (Figure 3).
 * ``benchmarks/reproduced.md``: Figures 3 and 6 to 10 and Tables 1 and 2 next to the paper's numbers,
-  produced by ``sparsync reproduce redsync-fig3`` and its siblings.
+  produced by ``sparsync reproduce redsync-fig3`` and similar commands.
 """
 
 from collections.abc import Mapping

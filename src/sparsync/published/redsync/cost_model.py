@@ -66,9 +66,9 @@ class Timing:
         return self.overhead + self.per_byte * nbytes
 
     def beats_from(self, other: Timing) -> float:
-        """Return the size in bytes above which this is always faster than ``other``.
+        """Return the size in bytes above which this time is always shorter than ``other``.
 
-        The size is 0 if this is faster at every size, and infinity if it is faster at none.
+        The size is 0 if it is shorter at every size, and infinity if it is shorter at no size.
 
         Example:
             >>> Timing(3.0, 1.0).beats_from(Timing(1.0, 2.0))
@@ -88,8 +88,8 @@ class SelectionTimes:
 
     The defaults are estimates for a GPU, not measurements: 10 microseconds per kernel launched from
     Python, and the algorithms' memory passes at 550 GB/s (3/4 of a P100's bandwidth).  On a CPU, this
-    library's exact selection is the fastest.  ``sparsync bench --selectors`` measures the times of your
-    own hardware.
+    library's exact selection is the fastest.  ``sparsync bench --selectors`` measures the times on your
+    hardware.
     """
 
     # top-k by magnitude is as slow as an allreduce at 3.5 GB/s (section 5.2, Figure 3)
@@ -104,7 +104,7 @@ class SelectionTimes:
 
     @property
     def searched(self) -> Timing:
-        """Mean time of Algorithm 3 over a period."""
+        """The mean time of Algorithm 3 over a period."""
         return (self.search + self.reuse.times(self.reuse_period - 1)).times(1 / self.reuse_period)
 
 
@@ -171,10 +171,10 @@ def size_thresholds(
 ) -> SizeThresholds:
     """Return the size thresholds that suit a network; in Algorithms 4 and 5, they are constants.
 
-    Each selector is used above the size at which it beats the others, once the cost of its longer or
-    shorter messages is included.  Compression is used above the size at which Equation 1, with the
-    selector for that size, falls below Equation 2.  The search sends up to twice as many entries as
-    trimmed top-k (section 5.4), so on a slow network, it is never used.
+    Each selector is used above the size at which it beats the other selectors, including the cost of its
+    longer or shorter messages.  Compression is used above the size at which Equation 1, with the selector
+    for that size, falls below Equation 2.  The search sends up to twice as many entries as trimmed top-k
+    (section 5.4), so it is never used on a slow network.
 
     The arguments have the same meaning as in the equations; use alpha = 0 if layers are fused into
     shared messages.  ``resolve("redsync", **size_thresholds(...)._asdict())`` is the preset with these
@@ -217,5 +217,5 @@ def _check(world_size: int, density: float) -> None:
 
 
 def _rounds(world_size: int) -> int:
-    """Return ``ceil(log2 P)``."""
+    """Return the number of rounds, ``ceil(log2 P)``."""
     return (world_size - 1).bit_length()

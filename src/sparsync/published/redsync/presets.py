@@ -47,9 +47,9 @@ def redsync(
             selection is never used, as in section 5.4).
         thsd2: size in bytes from which a binary search with reuse is used.
         reuse_period: number of steps for which a threshold is used.
-        cap: a rank sends at most ``cap * k`` entries per message (a search finds up to 2k).  With None,
-            as published, there is no limit, but ranks exchange the lengths of messages in an extra
-            round.
+        cap: a rank sends at most ``cap * k`` entries per message (a search selects up to 2k).  With None,
+            as published, there is no limit, but ranks need an extra round to exchange the lengths of
+            messages.
         codec: wire format (default: coo, 32-bit indices and unchanged values).
         fusion_bytes: bytes of gradient per message (Horovod's tensor fusion).
     """
@@ -59,7 +59,7 @@ def redsync(
         "redsync",
         lambda: Layered(lambda: BySize(0, thsd1 or 0, thsd2, reuse_period, cap)),
         lambda: Allgather(codec, cap),
-        # every layer has its own k (Algorithm 4), so layers do not compete for entries
+        # each layer has its own k (Algorithm 4), so layers do not compete for entries
         shared=False,
         unit_bytes=fusion_bytes,
         compress=lambda _, parameter: parameter.numel() * parameter.element_size() >= compress_thd,
@@ -87,7 +87,7 @@ def redsync_quantized(
         thsd2: as in "redsync", but with a new search on every step.
         cap: as in "redsync".
         codec: wire format (default: ``SignMean()``; ``SignMean("packed")`` is shorter).
-        keep_error: keep the rounding error of the mean in the residual; False, as published, discards it.
+        keep_error: whether the mean's rounding error stays in the residual; as published, it is lost.
         fusion_bytes: as in "redsync".
     """
     plain = redsync(
@@ -96,8 +96,8 @@ def redsync_quantized(
     return replace(
         plain,
         name="redsync-quantized",
-        # no reuse, because the threshold for one sign says nothing about the other sign ("can not be
-        # used with quantization", section 5.2.3)
+        # thresholds are not reused, because the threshold for one sign says nothing about the other sign
+        # ("can not be used with quantization", section 5.2.3)
         make_selector=lambda: Layered(lambda: OneSigned(BySize(0, thsd1 or 0, thsd2, 1, cap))),
         make_collective=lambda: Allgather(codec or SignMean(), cap, keep_error=keep_error),
         output=plain,
@@ -105,7 +105,7 @@ def redsync_quantized(
 
 
 def _fused(job: Job) -> tuple[int, Job]:
-    """Treat the whole job as one layer in fused messages; a search selects more than k entries."""
+    """Treat the whole job as one layer in fused messages; searches select more than k entries."""
     nbytes = WORD_BYTES * job.size
     entries = min((_SEARCHED if nbytes >= _SEARCH_FROM else 1.0) * job.k, job.size)
     groups = max(-(-nbytes // _FUSION), 1)

@@ -32,13 +32,13 @@ __all__ = [
     "mean_and_max",
 ]
 
-# elements per pass: their magnitudes stay in a CPU's cache, which is three times as fast as a full copy
+# elements per pass: their magnitudes stay in a CPU's cache, so it is three times as fast as a full copy
 _BLOCK = 1 << 18
 
 
 @final
 class Trimmed(Selector):
-    """Selects the ``min(k, nnz)`` largest entries, as ``Exact`` does, but first trims by a threshold.
+    """Selects the ``min(k, nnz)`` largest entries, like ``Exact``, but first applies a threshold.
 
     The threshold is ``mean + ratio (max - mean)`` of the magnitudes.  The ratio is the first of 1 - eps,
     1 - 2 eps, ..., 0 (Alg. 2: eps 0.2) for which at least k entries reach the threshold; the k largest of
@@ -70,13 +70,13 @@ class Trimmed(Selector):
         if k <= 0 or accumulated.numel() == 0:
             return SparseVector.empty(accumulated.numel(), accumulated)
         mean, peak = mean_and_max(accumulated)
-        # The paper's walk counts once per threshold that it tries.  A pass over n elements costs about
-        # as much for one threshold as for all, so count for all in one pass; the walk uses the counts.
+        # The paper walks through the thresholds and counts once for each.  A pass over n elements costs
+        # about as much for one threshold as for all, so all counts are made in one pass before the walk.
         ratios = [max(1 - i * self.eps, 0.0) for i in range(math.ceil(1 / self.eps), 0, -1)]
         keys = [_key_at(ratio, mean, peak, accumulated.dtype) for ratio in ratios]
         counts = kernels.count_from(accumulated, torch.tensor(keys, device=accumulated.device))
         enough = [(key, n) for key, n in zip(keys, counts.tolist(), strict=True) if n >= k]
-        # keys ascend, but the walk descends from the largest, so it would stop at the last of these keys
+        # keys ascend, but the walk descends from the largest key, so it would stop at the last one here
         survivors = reaching(accumulated, *enough[-1]) if enough else None
         return largest(accumulated, k) if survivors is None else survivors.top(k)
 
@@ -85,13 +85,13 @@ class Trimmed(Selector):
 class BinarySearchState:
     """The state that is kept from step to step."""
 
-    threshold_key: int | None = None  # found by the last search; None if all elements were zero
+    threshold_key: int | None = None  # result of the last search; None if all elements were zero
     served: int = 0  # number of calls that used this threshold, including the search itself
 
 
 @final
 class BinarySearch(Selector):
-    """Selects the entries that reach a threshold, which is bisected until k to 2k entries reach it.
+    """Selects the entries that reach a threshold, found by bisection so that k to 2k entries reach it.
 
     The threshold is ``mean + ratio (max - mean)`` of the magnitudes; the ratio is bisected in [0, 1].
     **A search returns k to 2k entries, or all nonzero entries if there are fewer than k.**  If the
@@ -104,10 +104,10 @@ class BinarySearch(Selector):
     new search begins.
 
     Args:
-        eps: width of the bracket of ratios at which a search gives up (the paper names no value;
-            0.001 means at most 10 trials).
+        eps: width of the bracket of ratios at which a search gives up (the paper gives no value; 0.001
+            means at most 10 trials).
         reuse_period: number of calls per search.
-        cap: maximum number of entries, as a multiple of k, in calls that reuse a threshold.
+        cap: largest number of entries, as a multiple of k, in calls that reuse a threshold.
 
     Cost: mean and maximum of n elements, and at most n comparisons in each of ``ceil(log2(1 / eps))``
     trials; n comparisons in a call that reuses a threshold.   State: ``BinarySearchState``.
@@ -146,10 +146,10 @@ class BinarySearch(Selector):
         if known is not None and served < self.reuse_period:
             limit = None if self.cap is None else math.floor(self.cap * k)
             selected = reaching(accumulated, known, limit)
-            if selected is None:  # more than the limit: gradients grew since the search
+            if selected is None:  # more than the limit: gradients have grown since the search
                 selected = largest(accumulated, limit or 0)
-            # if gradients shrank so much that no entry reaches the threshold, search again rather than
-            # send nothing for the rest of the period
+            # if gradients have become so small that no entry reaches the threshold, search again;
+            # otherwise nothing would be sent for the rest of the period
             if selected.nnz:
                 self.state = BinarySearchState(known, served + 1)
                 return selected
@@ -172,7 +172,7 @@ class BinarySearch(Selector):
                 high = ratio
             else:
                 return key, reached
-        # ties, a constant, or a few entries that dwarf the rest: no ratio in [0, 1] gives k to 2k entries
+        # no ratio in [0, 1] gives k to 2k entries: there are ties or a few huge entries
         selected = largest(accumulated, k)
         return smallest_key(selected), selected
 
@@ -198,7 +198,7 @@ class BySize(Selector):
             ``compress_thd``, so exact selection is never used (section 5.4).
         thsd2: size in bytes from which a binary search is used (Algorithm 5; section 5.4: 4 MB).
         reuse_period: passed to ``BinarySearch`` (section 5.4: 5).
-        cap: passed to ``BinarySearch``; None is as published.
+        cap: passed to ``BinarySearch``; None sets no limit, as published.
 
     Cost: the cost of the method.   State: the state of the search; the other methods have none.
     Differs from the paper: the reuse counter survives between calls (Algorithm 5, line 2, resets it to 0,
@@ -235,7 +235,7 @@ class BySize(Selector):
 
     @property
     def state(self) -> Any:
-        """The state of the binary search; the other methods have none."""
+        """The state of the binary search; the other methods have no state."""
         return self._search.state
 
     @state.setter
@@ -265,17 +265,17 @@ class BySize(Selector):
 class OneSignedState:
     """The sign of the next call, and the state of the wrapped selector."""
 
-    bottom: bool  # the next call selects among the negative entries
+    bottom: bool  # whether the next call selects among the negative entries
     selector: Any
 
 
 @final
 class OneSigned(Selector):
-    """Wraps a selector, and shows it only positive or only negative entries, in alternate calls.
+    """Wraps a selector, and shows it positive and negative entries in alternate calls.
 
-    One mean can then represent all values of a message.  Entries of the other sign look like zeros to the
-    selector and stay in the residual.  If fewer than k entries have the sign of the call, fewer are
-    selected.  NaN and Inf are selected in every call, whatever their sign.
+    All selected values then have one sign, so that one mean can represent them.  Entries with the
+    opposite sign look like zeros to the selector and stay in the residual.  If fewer than k entries have
+    the sign of the call, fewer are selected.  NaN and Inf are selected in every call.
 
     Cost: a copy of n elements, plus the cost of the selector.   State: ``OneSignedState``.
     Differs from the paper: the signs never mix, whereas the paper's "smallest k elements" include
@@ -309,20 +309,20 @@ class OneSigned(Selector):
         self._bottom, self.selector.state = state.bottom, state.selector
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields of the state, with the state of the wrapped selector as a dictionary."""
+        """Return the state's fields, with the wrapped selector's state as a dictionary."""
         return {**super().state_dict(), "selector": self.selector.state_dict()}
 
     def parsed_state(self, state: Mapping[str, Any]) -> OneSignedState:
-        """Return the state object of a saved dictionary without changing this selector."""
+        """Return the state object for a saved dictionary, without changing this selector."""
         parsed: OneSignedState = super().parsed_state(state)
         return replace(parsed, selector=self.selector.parsed_state(parsed.selector))
 
     def for_layers(self, sizes: Sequence[int]) -> OneSigned:
-        """Return a copy whose wrapped selector knows the layers."""
+        """Return a copy whose wrapped selector knows the sizes of the layers."""
         return OneSigned(self.selector.for_layers(sizes))
 
     def method(self, size_bytes: int) -> str:
-        """Return the method of the wrapped selector."""
+        """Return the name of the wrapped selector's method."""
         return self.selector.method(size_bytes)
 
     def select(
@@ -330,7 +330,7 @@ class OneSigned(Selector):
     ) -> Vector:
         """Return the selector's choice among the entries with the sign of this call."""
         other = accumulated > 0 if self._bottom else accumulated < 0
-        # never mask NaN and Inf: if they are selected on every step, all ranks refuse the step
+        # never mask NaN and Inf: they must be selected in every call, so that all ranks refuse the step
         one_signed = accumulated.masked_fill(other & accumulated.isfinite(), 0)
         self._bottom = not self._bottom
         return self.selector.select(one_signed, k, step)
@@ -351,7 +351,7 @@ class Layered(Selector):
     contributes ``k n' / n`` entries, at least one.  Without ``sizes``, there is a single layer of any
     size; ``for_layers`` sets the unit's layers.
 
-    Cost: the sum over the layers' selectors.   State: ``LayeredState``.
+    Cost: the sum of the layers' costs.   State: ``LayeredState``.
     Differs from the paper: nothing.
 
     Example:
@@ -374,7 +374,7 @@ class Layered(Selector):
         return Layered(self.make_selector, sizes)
 
     def method(self, size_bytes: int) -> str:
-        """Return the method of the layers' selectors, which are all of the same kind."""
+        """Return the name of the method for a layer; all layers have the same kind of selector."""
         return self._layers[0].method(size_bytes)
 
     def select(
@@ -411,13 +411,13 @@ class Layered(Selector):
         return {"layers": [layer.state_dict() for layer in self._layers]}
 
     def parsed_state(self, state: Mapping[str, Any]) -> LayeredState:
-        """Return the state object of a saved dictionary."""
+        """Return the state object for a dictionary returned by ``state_dict``."""
         saved = state.get("layers") if isinstance(state, Mapping) else None
         return LayeredState(parse_parts(self, self._layers, saved))
 
 
 def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
-    """Return mean and maximum of ``|accumulated|``, which must not be empty; NaN makes the mean NaN."""
+    """Return the mean and maximum of ``|accumulated|``, which must not be empty; NaN gives mean NaN."""
     on_cpu = accumulated.device.type == "cpu"
     wide = torch.promote_types(accumulated.dtype, torch.float32)  # 16 bits are too few for the mean
     parts = []
@@ -426,12 +426,12 @@ def mean_and_max(accumulated: Tensor) -> tuple[float, float]:
         parts.append(torch.stack([magnitudes.sum(dtype=wide), magnitudes.max().to(wide)]))
     sums, maxima = zip(*torch.stack(parts).tolist(), strict=True)
     mean, peak = sum(sums) / accumulated.numel(), max(maxima)
-    return min(mean, peak), peak  # rounding may lift the mean of equal numbers above them
+    return min(mean, peak), peak  # rounding may raise the mean of equal numbers above them
 
 
 def _key_at(ratio: float, mean: float, peak: float, dtype: torch.dtype) -> int:
     """Return the threshold ``mean + ratio (peak - mean)`` as a magnitude key of ``dtype``."""
-    # with an integer key, comparisons have the same results on every device; compute the key on the CPU,
-    # so that nothing waits for a GPU
+    # comparisons with an integer key have the same results on every device; the key is computed on the
+    # CPU, so that nothing waits for a GPU
     threshold = torch.tensor([mean + ratio * (peak - mean)], dtype=dtype, device="cpu")
     return int(kernels.magnitude_keys(threshold))

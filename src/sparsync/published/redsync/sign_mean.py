@@ -1,4 +1,4 @@
-"""Sign-mean (RedSync's quantisation): messages contain indices and one mean for a layer's values."""
+"""Sign-mean, RedSync's quantisation: a message contains indices, and one mean per layer."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _LAYER_LIMIT = 1 << 16
 @final
 @dataclass(eq=False)
 class SignMean(Codec[SparseVector]):
-    """Sends one mean for all values of a layer, and their indices; see ``docs/wire-format.md``.
+    """Sends indices, and one mean for all values in a layer; see ``docs/wire-format.md``.
 
     Every entry of a layer is decoded as the mean of the layer's entries.  This is a projection,
     ``|x - Q(x)|^2 = |x|^2 - nnz mean^2``, so the error may be kept in the residual.  The error is small
     if all entries have the same sign and similar magnitudes, as after ``OneSigned`` selection.
 
-    A mean is summed in float64 and rounded to float32.  Finite values have a finite mean, while NaN
-    or Inf makes its whole layer NaN or Inf.
+    A mean is computed in float64 and rounded to float32.  Finite values have a finite mean.  A NaN or Inf
+    makes the mean, and so its whole layer, NaN or Inf.
 
     Args:
-        indices: "coo": one word each, as published; "packed": Elias-Fano, as in ``Packed``.
-        layers: the number of elements of each of 1 to 65535 layers (``for_layers`` sets them); None means
-            one layer.
+        indices: "coo": one word per index, as published; "packed": Elias-Fano, as in ``Packed``.
+        layers: the numbers of elements in 1 to 65535 layers (``for_layers`` sets them); None means one
+            layer.
 
     Cost: 16 bytes, 8 bytes per layer, and the indices: 4 nnz bytes, or as in ``Packed``.   State: none.
     Differs from the paper: fused layers share a message; indices may be packed; the caller may keep the
@@ -81,8 +81,8 @@ class SignMean(Codec[SparseVector]):
         return SignMean(self.indices, sizes)
 
     def encode(self, vector: SparseVector) -> Encoded[SparseVector]:
-        """Encode a vector; ``decoded`` has the same indices, and one value for all entries of a layer."""
-        # signs need no bits: after ``OneSigned``, all values of a layer have the sign of their mean
+        """Encode a vector; ``decoded`` has the same indices, and the mean as every value in a layer."""
+        # signs need no bits: after ``OneSigned``, all values in a layer have the sign of their mean
         # (5.2.3)
         start, indices, size = self.start(vector), vector.indices, vector.size
         counts = self._counts(indices, size)
@@ -96,7 +96,7 @@ class SignMean(Codec[SparseVector]):
         return Encoded(self.message(start, table, raw), decoded)
 
     def decode(self, payload: Tensor, size: int) -> SparseVector:
-        """Decode a message; check every bit except the means of layers that have entries."""
+        """Decode a message; check every bit except the means of layers with entries."""
         header, body = self.body(payload, size)
         if header.detail != self.detail:
             raise WireFormatError(
@@ -111,7 +111,7 @@ class SignMean(Codec[SparseVector]):
         else:
             indices = unpack_words(body[middle:], size)
         # The counts are redundant, because the indices determine the layers.  A mismatch reveals that
-        # ranks fuse different layers, whose means would be spread over the wrong entries.
+        # ranks fuse different layers; means would then be used for the wrong entries.
         found = self._counts(indices, size)
         if not torch.equal(found, counts):
             at = int((found != counts).nonzero()[0])
@@ -120,12 +120,12 @@ class SignMean(Codec[SparseVector]):
                 f"{int(found[at])} of its indices lie there; do all ranks fuse the same layers?"
             )
         if bool(means.view(torch.int32)[counts == 0].any()):
-            # every vector has exactly one encoding, so refuse bytes that mean nothing
+            # every vector has exactly one encoding, so refuse bytes without a meaning
             raise WireFormatError("a message has a mean for a layer without entries; it is corrupt")
         return _spread(indices, means, counts, header.dtype, size)
 
     def layout(self, header: Header) -> Parts:
-        """Return the bytes of header and counts, indices, and means."""
+        """Return the numbers of bytes of header and counts, of indices, and of means."""
         _, _, nnz, form, size, layers = header
         assert size is not None
         return Parts(
@@ -135,7 +135,7 @@ class SignMean(Codec[SparseVector]):
         )
 
     def _counts(self, indices: Tensor, size: int) -> Tensor:
-        """Return, for each layer, how many of the ascending indices lie in it."""
+        """Return how many of the ascending indices are in each layer."""
         cuts = [0, *accumulate((size,) if self.layers is None else self.layers)]
         if cuts[-1] != size:
             raise ConfigurationError(
@@ -160,6 +160,6 @@ def _means(values: Tensor, counts: Tensor) -> Tensor:
 def _spread(
     indices: Tensor, means: Tensor, counts: Tensor, dtype: torch.dtype, size: int
 ) -> SparseVector:
-    """Return a vector in which every entry of a layer has the layer's mean as its value."""
+    """Return a vector in which each entry's value is the mean of its layer."""
     values = means.to(dtype).repeat_interleave(counts, output_size=indices.numel())
     return SparseVector(indices, values, size)

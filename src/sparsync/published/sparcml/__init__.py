@@ -1,4 +1,4 @@
-"""SparCML: allreduce of sparse streams that may turn dense in flight, and quantised top-k SGD.
+"""SparCML: allreduce of sparse streams that may become dense in flight, and quantised top-k SGD.
 
 Cedric Renggli, Saleh Ashkboos, Mehdi Aghagolzadeh, Dan Alistarh and Torsten Hoefler, `SparCML:
 High-Performance Sparse Communication for Machine Learning <https://arxiv.org/abs/1802.08021>`_, SC
@@ -100,8 +100,9 @@ Differs from the paper
   their neighbours.
 * **Merges follow rank order**, not arrival order, so results are bitwise equal on every rank and in every
   run.
-* **Partial results of recursive doubling may turn dense** in flight.  The paper does this only in DSAR.
-* **The switch to dense compares the bytes of the two codecs**, whatever they are.  For COO this gives
+* **Partial results of recursive doubling may become dense** in flight.  In the paper, this happens only
+  in DSAR.
+* **The switch to dense compares the two codecs' bytes**, whatever the codecs are.  For COO, this gives
   the paper's delta, ``N i / (c + i)``.
 * **Regions stay sparse where that is shorter** in ``Dynamic``.  The choice is made for each region, as in
   the variant that Ok-Topk calls "TopkDSA".  With ``always_dense=True`` (the preset "dynamic"), all
@@ -109,7 +110,7 @@ Differs from the paper
 * **A rank sends at most ``cap * k`` of its selected entries** (``cap`` is 1.0 by default).  ``cap=None``
   sets no limit, as published.
 * **The size of the result is learned** from the last total ("sparcml-auto"), which ``allreduce`` stores
-  with the communicator.  The user need not give a hint.
+  with the communicator.  No hint from the user is needed.
 * **Neutral elements are never sent**: a missing element stands for the operation's neutral element.
 * **Quantisation applies either to the selected entries** (``quantize="local"``, the default), as in
   Algorithm 1, **or to the dense half of DSAR** (``quantize="reduced"``), as in section 6.
@@ -121,8 +122,8 @@ Differs from the paper
   ``keep_error=True``, that rank's residual keeps the error, and decoded values are shrunk so that the
   residual cannot grow without bound.
 * **The residual holds gradients**, not gradients times the learning rate.
-* **MPI-OPT** has an intercept, which is not penalised.  Asynchronous steps have a fixed delay, which
-  makes runs reproducible.  The paper does not say how a rank obtains the derivatives at other ranks' rows
+* **MPI-OPT** has an intercept, which is not penalised.  Asynchronous steps have a fixed delay, so that
+  runs are reproducible.  The paper does not say how a rank obtains the derivatives at other ranks' rows
   in SCD; ``Scd`` documents its choice.
 
 Not here
@@ -147,7 +148,7 @@ Figures
 * ``benchmarks/streams.md``: the density above which a dense stream is faster.
 * ``benchmarks/linear.md``: linear models on real links (Table 2, SCD).
 * ``benchmarks/reproduced.md``: Figures 1 and 3 to 7 and Table 2 next to the paper's numbers, produced by
-  ``sparsync reproduce sparcml-fig3`` and its siblings.
+  ``sparsync reproduce sparcml-fig3`` and similar commands.
 """
 
 from collections.abc import Mapping

@@ -46,14 +46,14 @@ class RecursiveDoubling(StreamCollective):
     """SSAR_Recursive_double, which has the fewest rounds and suits small results.
 
     In round t, ranks 2^(t-1) apart exchange everything that they have reduced.  If P is not a power of
-    two, ``P - 2^m`` ranks first hand their vectors to the rank below, and get the result at the end.  So
-    the ranks with the same partial result are always consecutive, and each merge is (lower ranks) op
-    (higher ranks).  Hence partners compute the same bits, and operations need not commute.  A partial
-    result that may exceed the codec's limit turns dense in flight.
+    two, ``P - 2^m`` ranks first send their vectors to the rank below, and get the result at the end.  The
+    ranks with the same partial result are therefore always consecutive, and each merge is (lower ranks)
+    op (higher ranks).  Partners thus compute the same bits, and operations need not commute.  A partial
+    result that may exceed the codec's limit becomes dense in flight.
 
     Args:
-        codec: wire format (default: coo, or dense where that is shorter); of the ranks with the same
-            partial result, the lowest one keeps its rounding error.
+        codec: wire format (default: coo, or dense where that is shorter).  Of the ranks with the same
+            partial result, only the lowest one keeps the rounding error.
         op: as for ``StreamCollective``.
         cap: as for ``StreamCollective``.
 
@@ -61,7 +61,7 @@ class RecursiveDoubling(StreamCollective):
     ``L1 + log2(P) k beta_s <= T <= L1 + (P - 1) k beta_s`` with ``L1 = log2(P) alpha``.  The lower bound
     is reached if all supports are equal, the upper one if all are disjoint.   State: none.
     Differs from the paper: results are reproducible, because merges follow rank order; P may be any
-    number, as sketched in its appendix A; partial results may turn dense, as only DSAR's do in the paper.
+    number, as sketched in its appendix A; partial results may become dense (in the paper, only in DSAR).
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -104,13 +104,13 @@ class RecursiveDoubling(StreamCollective):
         return self.cost(disjoint).words if self.cap == 1 else None
 
     async def total(self, call: Call) -> Vector:
-        """Fold the extra ranks (1, 3, 5, ...) into their hosts, double, and hand the result back.
+        """Fold the extra ranks (1, 3, 5, ...) into their hosts, double, and send the result back.
 
         ``core = 2^m`` positions take part in the doubling.  Position p stands for the ranks
         ``[first_rank(p), first_rank(p + 1))``: a single rank, or a host and its extra rank.
         """
-        # Fold pairs of neighbours, and not the last P - 2^m ranks into the first ones.  The ranks of a
-        # group are then always consecutive, so "lower op higher" is the same order for all partners.
+        # Pairs of neighbours are folded, not the last P - 2^m ranks into the first ones.  A group's ranks
+        # are then always consecutive, so "lower op higher" is the same order for all partners.
         comm = call.comm
         core = 1 << comm.world_size.bit_length() - 1
         extra = comm.world_size - core
@@ -134,9 +134,9 @@ class RecursiveDoubling(StreamCollective):
             first = position // span * span  # the first position of this rank's group
             partner_first = first ^ span
             partner, lowest = first_rank(position ^ span), first_rank(first)
-            # All ranks of the group encode the same partial result with the same random numbers, so all
-            # continue with the same decoded bits.  Only one of them keeps the rounding error, which
-            # would otherwise count once per rank.
+            # All ranks in the group encode the same partial result with the same random numbers, so all
+            # continue with the same decoded bits.  Only one of them keeps the rounding error; otherwise
+            # it would be counted once per rank.
             encoded = call.encode(mine, span, source=lowest, keep=comm.rank == lowest)
             ranks = first_rank(partner_first + span) - first_rank(partner_first)
             capacity = call.capacity(ranks, call.size)
@@ -163,28 +163,29 @@ class RecursiveDoubling(StreamCollective):
 
 @final
 class Dynamic(StreamCollective):
-    """DSAR_Split_allgather: for results that may become dense, half the volume of a dense allreduce.
+    """DSAR_Split_allgather: half the volume of a dense allreduce, for results that may become dense.
 
-    Every rank sends the entries of each of P even regions to the region's owner, who folds them; an
-    allgather follows.  A region is sent sparse if its reduced entries are within the codec's limit, and
-    otherwise dense; its header says which.  The total is dense if any region was sent dense.
+    The vector is cut into P even regions.  Every rank sends each region's entries to the region's owner,
+    which folds them; an allgather follows.  A region is sent sparse if its reduced entries are within the
+    codec's limit, and otherwise dense; its header says which.  The total is dense if any region was sent
+    dense.
 
     Args:
         codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  Default: coo, or
             dense where that is shorter.
         op: as for ``StreamCollective``.
         cap: as for ``StreamCollective``.
-        always_dense: send regions dense, however few entries they have (as published).
+        always_dense: whether regions are sent dense however few entries they have (as published).
         local: codec for the messages to owners, which also rounds the rank's own share (Q in SparCML's
             Algorithm 1).  Default: ``codec``.
-        keep_error: the sender keeps the rounding errors of its entries, and a region's owner keeps the
-            errors of its sums; if False, both are lost, as published.
+        keep_error: whether the sender keeps the rounding errors of its entries, and a region's owner the
+            errors of its sums.  If not, both are lost, as published.
 
     Cost: P - 1 + ceil(log2 P) messages.  If regions are sent dense, the time T satisfies
     ``L2 + (P - 1) / P N beta_d <= T <= L2 + k beta_s + (P - 1) / P N beta_d`` with
     ``L2 = (P - 1) alpha + log2(P) alpha``.  If they are sent sparse, the bounds for receiving are
-    ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``.  The lower one is reached if supports are
-    equal and evenly spread, the upper one if they are disjoint and each lies within one region (section
+    ``L2 + 2 (P - 1) / P k beta_s <= T <= L2 + P k beta_s``.  The lower bound is reached if supports are
+    equal and evenly spread, the upper one if they are disjoint and each is within one region (section
     5.3.2).  The allgather uses dissemination, which sends a region that is much larger than the others up
     to ceil(log2 P) times.
     State: none.
@@ -224,7 +225,7 @@ class Dynamic(StreamCollective):
         self.local = None if local is None else StreamCodec(local, factor=None)
 
     def cost(self, job: Job) -> Cost:
-        """Return the cost of two sparse halves (section 5.3.2), or with a dense second half (5.3.3).
+        """Return the cost with two sparse halves (section 5.3.2) or a dense second half (5.3.3).
 
         Entries are assumed to be spread evenly over the regions.  With a dense half, the cost is
         ``n (P - 1) / P`` to ``2 k + n (P - 1) / P`` words.
@@ -257,7 +258,7 @@ class Dynamic(StreamCollective):
         )
 
     async def total(self, call: Call) -> Vector:
-        """Split, fold, choose sparse or dense, then allgather."""
+        """Split, fold, choose the sparse or dense form, and allgather."""
         boundaries = even_boundaries(call.size, call.comm.world_size)
         region = await self._split_and_fold(call, boundaries)
         region = call.densify(region) if self.always_dense else call.settle(region)
@@ -266,7 +267,7 @@ class Dynamic(StreamCollective):
     async def _split_and_fold(self, call: Call, boundaries: Sequence[int]) -> Vector:
         """Return the left fold of this rank's region in rank order, as a sparse vector.
 
-        Messages are sent point to point if a native call would pad each to the longest possible length.
+        Messages are sent point to point if a native call would pad each to the largest possible length.
         """
         comm, mine, codec = call.comm, call.mine, self.local or call.codec
         assert isinstance(mine, SparseVector)
@@ -281,7 +282,7 @@ class Dynamic(StreamCollective):
         most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
         capacities, framing = [most] * comm.world_size, MessageFraming(codec)
         # The number of entries per region is unknown, so the capacity assumes that all k are in one
-        # region.  Padding every message to this capacity would send P times the bytes.
+        # region.  If every message were padded to this capacity, P times as many bytes would be sent.
         if comm.pads:
             messages = await Communicator.alltoallv(comm, payloads, capacities, "split", framing)
         else:
@@ -294,7 +295,7 @@ class Dynamic(StreamCollective):
     def _rounded(
         self, call: Call, pieces: Sequence[SparseVector], boundaries: Sequence[int]
     ) -> tuple[list[Tensor], SparseVector]:
-        """Return a message per region, and this rank's own piece, which only ``local`` rounds."""
+        """Return a message per region, and this rank's own piece, rounded only if ``local`` is given."""
         codec = self.local or call.codec
         payloads, own = [], pieces[call.comm.rank]
         for dest, (piece, start) in enumerate(zip(pieces, boundaries, strict=False)):
@@ -312,7 +313,7 @@ class Dynamic(StreamCollective):
 def split_allgather(
     codec: StreamCodec | None = None, *, op: str | Reduction = "sum", cap: float | None = 1.0
 ) -> Dynamic:
-    """SSAR_Split_allgather, for large results: regions stay sparse, however many entries they have.
+    """SSAR_Split_allgather, for large results; regions stay sparse, however many entries they have.
 
     Args:
         codec: wire format; only its sparse part is used.
@@ -329,10 +330,10 @@ def split_allgather(
 
 @final
 class Ring(StreamCollective):
-    """Passes partial sums of P even regions around a ring, then the sums (SparCML's ring baselines).
+    """Sends P even regions' partial sums around a ring, then the sums (SparCML's ring baselines).
 
-    Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r.  So the order of its
-    operands depends only on P.
+    Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r.  The order of its operands
+    therefore depends only on P.
 
     Args:
         codec: wire format (default: coo, or dense where that is shorter); the rank that rounds a value
@@ -344,8 +345,8 @@ class Ring(StreamCollective):
     Cost: 2 (P - 1) messages.  The dense ring takes ``2 (P - 1) / P N beta_d``, the sparse one
     ``[2 (P - 1) / P k, (P - 1) k + k (P - 1) / 2] beta_s`` for evenly spread supports that are all equal
     (lower bound) or all disjoint (upper bound).   State: none.
-    Differs from the paper: this ring may turn a partial sum dense in flight; the paper names its ring
-    baselines without details.
+    Differs from the paper: partial sums may become dense in flight; the paper gives no details of its
+    ring baselines.
 
     Example:
         >>> from sparsync.transports.sim import simulate
@@ -398,7 +399,7 @@ class Ring(StreamCollective):
         return relayed(blocks, blocks * HEADER_BYTES + bodies / job.world_size)
 
     def promised_words(self, job: Job, *, exchangeable: bool) -> float | None:
-        """Return the cost of the dense ring; the sparse ring promises nothing."""
+        """Return the words of the dense ring's cost; None for the sparse ring, which has no bound."""
         return self.cost(job).words if self.dense else None
 
     async def total(self, call: Call) -> Vector:
@@ -415,7 +416,7 @@ class Ring(StreamCollective):
         last, following = (comm.rank - 1) % comm.world_size, (comm.rank + 1) % comm.world_size
         partial = pieces[last]
         for hop in range(comm.world_size - 1):
-            passing, coming = last - hop, last - hop - 1  # regions; negative ones count from P
+            passing, coming = last - hop, last - hop - 1  # regions, modulo P
             start = boundaries[passing % comm.world_size]
             payload = call.encode(partial, hop, start=start).payload
             width = pieces[coming].size
@@ -430,7 +431,7 @@ class Ring(StreamCollective):
 
 @dataclass(frozen=True)
 class SparcmlAutoState:
-    """Entries of the last total, and the first call's maximum per rank; None before the first call."""
+    """The last total's number of entries, and the first call's maximum per rank; None at first."""
 
     entries: int | None = None
     most: float | None = None
@@ -438,21 +439,21 @@ class SparcmlAutoState:
 
 @final
 class SparcmlAuto(Collective):
-    """Chooses recursive doubling for small results, split and allgather for large, dynamic for dense.
+    """Chooses recursive doubling for small results, split-allgather for large ones, dynamic for dense.
 
-    SparCML asks the user for "some rough idea" of the result's size K (section 5.3).  This collective
+    SparCML needs "some rough idea" of the result's size K from the user (section 5.3).  This collective
     learns K from the last total, whose number of entries all ranks know.  For the first call, it uses
     appendix B's expectation for uniformly random supports.  It weighs rounds against bytes with the
     constants of gigabit Ethernet.
 
     Args:
-        codec: wire format of all three; its limit decides when a result counts as dense.
-        op: the operation.
+        codec: wire format of all three collectives; its limit decides when a result counts as dense.
+        op: the operation, as for ``StreamCollective``.
         cap: a rank sends at most ``cap * k`` entries; with None, it sends all.
 
-    Cost: the lowest estimate of the three.  With ``cap=None``, the first call takes one more allreduce,
-    of one integer, unless ``expect`` was called before (``sparsync.allreduce`` calls it).
-    State: entries of the last total, and the maximum per rank.
+    Cost: the lowest estimate of the three.  With ``cap=None``, the first call needs an additional
+    allreduce of one integer, unless ``expect`` was called before (``sparsync.allreduce`` calls it).
+    State: the last total's number of entries, and the maximum per rank.
     Differs from the paper: the paper leaves the choice to the user.
 
     Example:
@@ -483,13 +484,13 @@ class SparcmlAuto(Collective):
         self._dynamic = Dynamic(self.codec, op=op, cap=cap)
 
     def expect(self, entries: int, total: int | None) -> None:
-        """Start with the number of entries of an earlier total."""
+        """Use the number of entries in an earlier total for the first choice."""
         self.state = SparcmlAutoState(total, entries)
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Choose, then reduce."""
-        # The choice depends only on numbers that all ranks share: n, P, the maximum number of entries per
-        # rank, and the entries of the last total.  Ranks that chose differently would deadlock.
+        """Choose a collective, and reduce with it."""
+        # Ranks that chose differently would deadlock.  The choice therefore depends only on numbers that
+        # are equal on all ranks: n, P, the largest number of entries per rank, and the last total's.
         size, dtype, most = selected.size, selected.values.dtype, self.state.most
         if self.cap is not None:
             most = min(self.cap * k, size)
@@ -517,7 +518,7 @@ class SparcmlAuto(Collective):
         if limit is not None and job.summed > limit:
             return self._dynamic
         # There is no fixed threshold.  Doubling wins if messages are few and short, but also if supports
-        # hardly overlap, because it then moves (P - 1) k entries, whereas splitting moves P k.
+        # hardly overlap, because it then transfers (P - 1) k entries, whereas splitting transfers P k.
         doubling, split = self._doubling, self._split
         seconds = [one.cost(job).seconds(_ALPHA, _BETA) for one in (doubling, split)]
         return doubling if seconds[0] <= seconds[1] else split

@@ -46,14 +46,14 @@ def sparcml(
     block: int = _BLOCK,
     seed: int = 0,
 ) -> Algorithm:
-    """SparCML's quantised top-k SGD (Algorithm 1), layer by layer, with sums instead of means.
+    """SparCML's quantised top-k SGD (Algorithm 1), layer by layer; it applies sums instead of means.
 
     Use it with ``attach(model, algorithm="sparcml", density=16 / 512)``, or with the paper's settings:
     ``attach(model, **SPARCML_SETTINGS["cifar-10"])``.  Every parameter is exchanged separately, as soon
     as its gradient is ready.  If a learning rate was tuned for means, divide it by world_size.
 
     Args:
-        bits: bits per quantised value; None does not quantise (ATIS, Hansards).
+        bits: bits per quantised value; with None, values are not quantised (ATIS, Hansards).
         quantize: "local": quantise the selected entries (Q in Algorithm 1); "reduced": quantise sums that
             become dense in flight, in the second half of the dynamic collective (section 6).
         keep_error: whether the rank that quantises (the sender or, with "reduced", a region's owner)
@@ -62,9 +62,9 @@ def sparcml(
             makes QSGD contractive.  With False, as published, the error is lost and reported.
         scale: scale of a quantisation block: "max" or "l2".  The paper does not say which; QSGD's bounds
             are proven for "l2", while its experiments use "max", which has several times less noise.
-        quantization_block: entries that share a scale, SparCML's bucket (section 6: "in the order of
-            1024").
-        block: number of consecutive elements; of each such block, ``density * block`` are selected
+        quantization_block: number of entries that share a scale, SparCML's bucket (section 6: "in the
+            order of 1024").
+        block: number of consecutive elements in a block, of which ``density * block`` are selected
             (section 8.3: 512).
         seed: seed of the random rounding.
     """
@@ -81,7 +81,7 @@ def sparcml(
         return Dynamic(StreamCodec(dense=Qsgd(**arguments)), cap=None, keep_error=keep_error)
 
     def calls(job: Job) -> tuple[int, Job]:
-        """Treat the whole job as one layer, of which all blocks contribute equally many entries."""
+        """Treat the whole job as one layer, whose blocks all contribute equally many entries."""
         entries = per_block(round(job.k), job.size, block)
         return 1, job._replace(k=max(job.k, share(entries, job.size, block)))
 
@@ -91,7 +91,7 @@ def sparcml(
         make,
         average=False,  # Algorithm 1 applies the sum
         shared=False,  # every block of every layer has its own k (section 8.3)
-        unit_bytes=1,  # layer-wise: the first parameter already fills a unit
+        unit_bytes=1,  # layer-wise: every parameter alone fills a unit
         calls=calls,
     )
 

@@ -36,7 +36,7 @@ def top_k_gamma(k: int, size: int) -> float:
 
     The k largest entries account for at least k / n of the squared norm.  In the bounds, old gradients
     weigh more than new ones unless ``2 gamma^2`` is below 1; with this gamma, that requires k > n / 2.
-    On the vectors of a training run, the measured gamma is smaller.
+    In training runs, the measured gamma is smaller.
 
     Example:
         >>> round(top_k_gamma(10, 1000), 4), 2 * top_k_gamma(10, 1000) ** 2 < 1
@@ -47,10 +47,10 @@ def top_k_gamma(k: int, size: int) -> float:
 
 
 def condition_6(rates: Sequence[float], gamma: float) -> float:
-    """Return the least D of Equation (6): the maximum over t of ``sum_k (2 gamma^2)^k a_(t-k)^2 / a_t``.
+    """Return the smallest D in Equation (6), the maximum of ``sum_k (2 gamma^2)^k a_(t-k)^2 / a_t``.
 
     Args:
-        rates: learning rates of steps 0, 1, ..., all > 0; k runs from 1 to t.
+        rates: learning rates a_t of steps t = 0, 1, ..., all > 0; the sum is over k from 1 to t.
         gamma: as in the module's table.
 
     Returns:

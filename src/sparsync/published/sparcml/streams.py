@@ -1,4 +1,4 @@
-"""The base of SparCML's collectives, which reduce streams; a stream turns dense if that is shorter."""
+"""The base of SparCML's collectives, which reduce streams; a stream becomes dense if that is shorter."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class StreamCollective(Collective):
             )
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
-        """Reduce the entries that remain under the cap.
+        """Reduce the entries of all ranks, at most as many per rank as the cap allows.
 
         Raises:
             ConfigurationError: the operation is not defined for the dtype; the codec would round values
                 although the operation is not a sum; a vector of integers has more entries than the cap.
         """
-        # ``most`` is equal on all ranks, so they agree on capacities and on when to switch to dense
+        # ``most`` is equal on all ranks, so they agree on capacities and on the switch to dense
         most = most_entries(k, self.cap, selected.size)
         call = Call(comm, self, self._taken(selected, most), most, step)
         return call.reduced(call.mine if comm.world_size == 1 else await self.total(call))
@@ -79,8 +79,8 @@ class StreamCollective(Collective):
 
     def _taken(self, selected: Vector, most: int) -> Vector:
         """Return the entries to reduce: no neutral elements, and at most ``most``."""
-        # A missing element is the operation's neutral element (5.2), not zero: for a product, a stored 0
-        # counts, and a 1 need not be sent.
+        # A missing element stands for the operation's neutral element (5.2), not for zero: for a product,
+        # zeros must be sent, but ones need not be.
         name, dtype = type(self).__name__, selected.values.dtype
         neutral = self.operation.check(dtype)
         if self.operation is not SUM and not self.codec.is_exact(dtype):
@@ -105,7 +105,7 @@ class StreamCollective(Collective):
 
 @final
 class Call:
-    """A collective's call on one rank, which contributes ``mine``; all have at most ``most`` entries."""
+    """One rank's call of a collective; it contributes ``mine``, and no rank has more than ``most``."""
 
     def __init__(
         self, comm: Communicator, collective: StreamCollective, mine: Vector, most: int, step: int
@@ -134,10 +134,10 @@ class Call:
             turn: distinguishes the messages of one source, for codecs that draw random numbers.
             source: the rank whose random numbers are used (default: this one).
             start: first index of the region.
-            keep: False if another rank encodes the same vector and records the rounding error.
-            codec: replaces the codec of the call.
+            keep: whether to record the error; False if a different rank encodes the same vector and does.
+            codec: replaces the call's codec.
         """
-        # Use a different seed for every message of a step: QSGD is unbiased over independent draws, and
+        # Every message in a step has a different seed: QSGD is unbiased over independent draws, and
         # rounding twice with equal draws would change the expectation.
         source = self.comm.rank if source is None else source
         codec = codec or self.codec
@@ -145,14 +145,14 @@ class Call:
             seeded = codec.seeded(source + turn * self.comm.world_size, self.step)
             encoded = seeded.encode(vector)
         if keep and not codec.is_exact(self.dtype):
-            # embed the error in the whole vector, because ``reduced`` subtracts it from the whole of
-            # ``delivered``, or reports it
+            # embed the error in a vector of the whole size, because ``reduced`` subtracts it from the
+            # whole delivered vector, or reports it
             error = _difference(vector, encoded.decoded).embed(start, self.size)
             self._errors.append(error)
         return encoded
 
     def decode(self, message: Tensor, size: int, codec: StreamCodec | None = None) -> Vector:
-        """Decode a whole message onto the device of this rank's values."""
+        """Decode a whole message; the result is on the device of this rank's values."""
         with self.comm.stage("unpack"):
             vector = decode_as(codec or self.codec, message, size, self.dtype)
         return vector.to(self.mine.values.device)
@@ -166,7 +166,7 @@ class Call:
     async def swap(
         self, payload: Tensor, dest: int, source: int, capacity: int, size: int, phase: str
     ) -> Vector | Tensor:
-        """Send a message while another arrives; return the one that arrives, for ``combine``."""
+        """Send a message and receive one at the same time; return the received one for ``combine``."""
         receiving = self.comm.irecv(source, capacity, phase, self.framing)
         sending = self.comm.isend(payload, dest, phase, self.framing)
         message: Tensor = await receiving
@@ -183,8 +183,8 @@ class Call:
         return theirs
 
     def combine(self, lower: Vector | Tensor, higher: Vector | Tensor) -> Vector:
-        """Return ``lower operation higher``, dense above the codec's limit; one may be still encoded."""
-        # The limit applies to the entries of the operands, not of the result (5.1: |H1| + |H2| > delta).
+        """Return ``lower op higher``, dense above the codec's limit; one operand may be a message."""
+        # The limit applies to the operands' entries, not to the result's (5.1: |H1| + |H2| > delta).
         # Their number is known before adding, and equal on all ranks with the same operands.
         one, other = (lower, higher) if isinstance(higher, Tensor) else (higher, lower)
         assert not isinstance(one, Tensor)
@@ -205,7 +205,7 @@ class Call:
     def fold(
         self, shares: Sequence[SparseVector | Tensor], own: SparseVector, codec: StreamCodec
     ) -> Vector:
-        """Return the left fold of a region's shares, ``own`` included; shares are messages or vectors."""
+        """Return the left fold of a region's shares, including ``own``; they are messages or vectors."""
         if self.operation is SUM:
             with self.comm.stage("unpack"):
                 return sum_messages(codec.sparse, shares, own)
@@ -223,10 +223,10 @@ class Call:
         return densify(vector, self.operation)
 
     def capacity(self, ranks: int, width: int, *, dense: bool = False) -> int:
-        """Bound the bytes of a message in which ``ranks`` ranks contribute to ``width`` elements.
+        """Return a bound on the bytes of a message for ``width`` elements from ``ranks`` ranks.
 
-        The width does not bound the entries, because a sum turns dense according to the number of entries
-        of its operands, which may exceed the width.
+        The width does not limit the number of entries: whether a sum becomes dense depends on the
+        operands' entries, whose number may exceed the width.
         """
         if dense:
             return self.codec.dense.nbytes(width, width, self.dtype)
@@ -240,13 +240,13 @@ class Call:
         dense: bool = False,
         ring: bool = False,
     ) -> Vector:
-        """Return the whole vector from every rank's region; it is dense if any region is dense.
+        """Gather every rank's region; return the whole vector, which is dense if any region is dense.
 
-        With ``dense``, all regions are dense.  With ``ring``, regions are passed around a ring,
-        which sends nothing twice, instead of being disseminated.
+        With ``dense``, all regions are dense.  With ``ring``, regions are not disseminated but passed
+        around a ring, which sends nothing twice.
         """
-        # each owner chooses its region's form by the number of entries, and the header states the form,
-        # so ranks need no extra round to agree
+        # each owner chooses its region's form by the number of entries; the header states this form, so
+        # ranks need no extra round to agree
         comm, spans = self.comm, list(pairwise(boundaries))
         encoded = self.encode(region, comm.world_size, start=boundaries[comm.rank])
         capacities = [
@@ -259,19 +259,19 @@ class Call:
             with comm.stage("unpack"):
                 return join_messages(self.codec.sparse, messages, spans, self.mine)
         regions = [
-            # take this rank's region as the other ranks decode it
+            # use this rank's region as the other ranks decode it
             encoded.decoded if rank == comm.rank else self.decode(messages[rank], stop - start)
             for rank, (start, stop) in enumerate(spans)
         ]
         return DenseVector(torch.cat([self.densify(r).values for r in regions]))
 
     def reduced(self, total: Vector) -> Reduced:
-        """Return the total, and this rank's delivered entries: its share less its rounding errors.
+        """Return the total, and this rank's delivered entries: its share minus its rounding errors.
 
-        If no rank keeps rounding errors, the whole share counts as delivered and the errors as lost.  The
-        caller may scale the total in place, so the total shares no memory with ``delivered``.
+        If no rank keeps rounding errors, the whole share counts as delivered, and the errors count as
+        lost.  The total shares no memory with ``delivered``, because the caller may scale it in place.
         """
-        # messages do not say which value absent elements stand for
+        # decoded messages do not state the value of absent elements, so set it here
         mine, total = (neutral_absent(vector, self.operation) for vector in (self.mine, total))
         if total.values.untyped_storage().data_ptr() == mine.values.untyped_storage().data_ptr():
             total = replace(total, values=total.values.clone())
@@ -292,7 +292,7 @@ def _difference(one: Vector, other: Vector) -> SparseVector:
 
 
 def stream_bytes(entries: float, size: int) -> float:
-    """Return the bytes of a message: header plus coo entries or all elements, whichever is shorter."""
+    """Return the number of bytes of a message: its header, and coo entries or all elements if shorter."""
     return HEADER_BYTES + min(ENTRY_BYTES * entries, WORD_BYTES * size)
 
 

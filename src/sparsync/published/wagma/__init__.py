@@ -101,8 +101,8 @@ seconds.  If no rank ever waited, it would take 5.5 seconds::
     print(f"{train(lambda: LocalSgd(period=1)):.1f}, {train(lambda: Wagma(sync_period=10)):.1f}")
 
 The price is lost updates.  Even a model that is only slightly late is stale, and undoes part of its
-group's progress: if the steps of eight ranks vary by 1 %, only 65 % of the updates count in the mean of
-all models (``benchmarks/averaging-convergence.md``).  With ``grouping="synchronous"``, all of them count.
+group's progress.  If the steps of eight ranks vary by 1 %, only 65 % of the updates have an effect on the
+mean of all models (``benchmarks/averaging-convergence.md``).  With ``grouping="synchronous"``, all have.
 
 The following commands train on local processes, most of them with late ranks.  Each prints a table with
 the mean time per step; its caption says how long ranks waited and how many models were stale.  In your
@@ -148,31 +148,32 @@ scheme               averages  S               staleness   global average   in t
 * "local": the paper counts a local step as stale until all ranks have it, as Assumption 1.3 does.  Its
   BMUF has the same local steps but is listed as "none".
 * "eager-solo" and "eager-majority": the paper's Eager-SGD bounds staleness by synchronising the replicas
-  periodically.  This implementation needs no such synchronisation, because a late rank takes all sums
-  that it missed.  In return, a rank may be late by any number of steps.
+  periodically.  This implementation needs no such synchronisation, because a late rank applies all sums
+  that it has missed.  In return, a rank may be late by any number of steps.
 * "sgp" with ``neighbours=2`` has S = 3.
 
 Differs from the paper
 ----------------------
 
-* **P and S** may be any numbers, because in few jobs the number of ranks is a power of two.  If S does
-  not divide P, group sizes differ by one; such groups end at different times, which makes models stale.
+* **P and S** may be any numbers, because in many jobs the number of ranks is not a power of two.  If S
+  does not divide P, group sizes differ by one.  Such groups end at different times, and models become
+  stale.
   For powers of two, the groups are the same as in Algorithm 1, read as ``mask = 1 << shift``.  As
   printed, Algorithm 1 shifts a mask that is already shifted, which does not reproduce the paper's own
   examples.
-* **A late rank that finds no newer result keeps its model**, because a result that is used twice would
+* **A late rank keeps its model if there is no newer result**, because a result that is used twice would
   count twice.  A rank that is late by several averages publishes its model once and uses only the newest
   result, whereas Algorithm 2 has one average per step.
 * **A group's sum** uses recursive doubling or reduce-scatter plus allgather, whichever is cheaper at 50
   us per message and 1 Gbit/s.  The paper's butterfly is the former.
 * **Activation** uses a binomial tree whose root is the activator.  Unlike the exclusive or in Figure 1,
   this works for any P.  Data that arrive before the activation message also activate a rank.
-* **Before its first step**, a rank contributes its initial model; the paper does not specify this.  After
-  a global average, a rank that is late contributes the model that it gave to that average, as Algorithm
-  2's send buffer does.
+* **Before its first step**, a rank contributes its initial model; the paper does not specify this.  If a
+  rank is late after a global average, it contributes the model that it gave to that average, like
+  Algorithm 2's send buffer.
 * **All averages**, including global ones, run on the agent's thread and in host memory.
 * **Groups of one** (``group_size=1``) have no agent that contributes for a late rank, because the rank
-  would average its new model with its own old one.  The result is local SGD, as section 4 says.
+  would then average its new model with its old one.  The result is local SGD, as section 4 says.
 * **Tensors that are not trained** have rules (``buffers=``, ``moments=``): BatchNorm statistics are
   averaged with the parameters or stay local; optimizer moments stay local by default.
 * **A final global average** is taken by ``finish``, so that training ends with one model.
@@ -180,8 +181,8 @@ Differs from the paper
 Additions, off by default:
 
 * ``values="bf16"`` or ``"int8"``: group averages are rounded, and the error is contributed later.
-* ``deadline=``: a rank that is silent for this long is left out, and rejoins when it is heard from again.
-  Without a deadline, as published, the others wait for it.
+* ``deadline=``: a rank that is silent for this long is left out, and rejoins when it sends a message
+  again.  Without a deadline, as published, the others wait for it.
 
 Not here
 --------
@@ -193,7 +194,7 @@ Not here
   (``sparsync_papers.workloads.ppo``).
 * Averaging gradients instead of models: ``sparsync.attach``.
 * Agents over MPI: agents always open their own ZeroMQ connections, whatever transport the job uses.
-* Measured throughput on Piz Daint: it is simulated, with that machine's compute and network times.
+* Measured throughput on Piz Daint: it is simulated with that machine's compute and network times.
 
 Figures
 -------
@@ -203,10 +204,10 @@ Figures
   ranks.
 * ``benchmarks/averaging-ablations.md``: section 5.2's ablations on 64 ranks.  ``sparsync reproduce
   wagma-ablations`` repeats the ablations of sections 5.2 and 5.3 with smaller models.
-* ``benchmarks/averaging-delays.md``: seconds that delays add, on real processes.
+* ``benchmarks/averaging-delays.md``: the seconds that delays add, measured on real processes.
 * ``benchmarks/ppo.md``: small-scale reinforcement learning (section 5.4).
 * ``benchmarks/reproduced.md``: Figures 4 to 8, 10 and 11 next to the paper's numbers, produced by
-  ``sparsync reproduce wagma-fig4`` and its siblings.
+  ``sparsync reproduce wagma-fig4`` and similar commands.
 * ``docs/averaging.md``: message contents, consistency checks, saving and resuming.
 """
 

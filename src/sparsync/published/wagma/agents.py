@@ -1,9 +1,10 @@
 """An agent executes rounds of averaging for its rank, while the rank itself computes.
 
 Rounds have version numbers and are executed in order, once each.  A round starts on a rank when the rank
-arrives at it, or when its agent learns that another rank has arrived.  This news spreads along a binomial
-tree from the activator, the rank that starts the round, and with the round's own messages.  A ``Rounds``
-object computes the result of a round.  This module is independent of threads and sockets.
+arrives at it, or when its agent receives a message which shows that a rank has arrived.  Activation
+messages spread along a binomial tree from the activator, the rank that starts the round; the round's own
+messages have the same effect.  A ``Rounds`` object computes the result of a round.  This module is
+independent of threads and sockets.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = [
 _LAYOUT: Final = struct.Struct("<IIqQ")
 # number of versions per step: the last one is the step's round, the others are for calls of ``finish``
 _VERSIONS: Final = 1 << 20
-# for how many versions an agent remembers which ranks it has told of a round
+# for how many versions an agent remembers to which ranks it has forwarded an activation
 _REMEMBERED: Final = 32 * _VERSIONS
 
 
@@ -60,7 +61,7 @@ def round_of(step: int) -> int:
 
 
 def finish_of(step: int, before: int) -> int:
-    """Return the version of a ``finish`` before a step's round; ``before`` is the previous ``finish``.
+    """Return the version of a ``finish`` before a step's round, given the version of the previous one.
 
     Example:
         >>> first = finish_of(3, before=-1)
@@ -71,7 +72,7 @@ def finish_of(step: int, before: int) -> int:
 
 
 def is_finish(version: int) -> bool:
-    """Return whether a version belongs to a ``finish``, and not to the round of a step."""
+    """Return whether a version belongs to a ``finish``, not to a step's round."""
     return version != round_of(step_of(version))
 
 
@@ -101,7 +102,7 @@ class Kind(IntEnum):
     ACTIVATE = 1  # a round has begun; number: the activator
     DATA = 2  # a message of a round's collective
     RESULT = 3  # the result of a round that the receiver has not ended; number: models in the sum
-    PING = 4  # is the receiver alive?
+    PING = 4  # asks whether the receiver is alive
     PONG = 5
     VIEW = 6  # which ranks are present
     # to a rank that was left out: the present ranks and the last common sum; number: models in the sum
@@ -140,23 +141,23 @@ class Round(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to a rank that arrives at a round."""
+    """The agent's answer to its rank, which has arrived at a round."""
 
     result: Round  # the newest result
-    resumes: bool  # the rank had been left out, and resumes with this result, after this round
-    left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason of all who were left out
+    resumes: bool  # whether the rank was left out, and now resumes with this result
+    left_out: tuple[tuple[int, int, str], ...]  # rank, step and reason for each
     present: list[int]  # the ranks that are present, ascending
 
 
 class Rounds(ABC):
-    """The rounds of a scheme; by default, all ranks join, and the first to arrive starts a round."""
+    """A scheme's rounds; by default, all ranks join, and the first to arrive starts a round."""
 
     def synchronous(self, version: int) -> bool:
-        """Return whether a rank joins the round only once it has arrived itself."""
+        """Return whether a rank joins the round only after it has arrived itself."""
         return False
 
     def activates(self, version: int, rank: int) -> bool:
-        """Return whether this rank's arrival starts the round for all."""
+        """Return whether this rank's arrival starts the round for all ranks."""
         return True
 
     def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
@@ -168,7 +169,7 @@ class Rounds(ABC):
         """Store the vector that this rank contributes from now on."""
 
     def restart(self, model: Tensor) -> None:
-        """Publish a model that all ranks have, in place of this rank's own model."""
+        """Publish a model that all ranks have; it replaces this rank's own model."""
         self.publish(model)
 
     @abstractmethod
@@ -181,11 +182,11 @@ class Rounds(ABC):
         """Process the result of a round."""
 
     def collected(self, newest: Round) -> Round:
-        """Return the round that answers an arriving rank; by default, the newest one."""
+        """Return the round with which an arriving rank is answered; by default, the newest one."""
         return newest
 
 
-# ---- a round under way ----------------------------------------------------------------------------
+# ---- a round in progress --------------------------------------------------------------------------
 
 
 @final
@@ -227,7 +228,7 @@ class _Attempt:
     models: int  # number of models in its sum
     contributed: int  # version of this rank's contribution
     task: Task[Tensor]
-    since: float  # time at which it began to wait
+    since: float  # time at which the attempt began to wait
 
     @property
     def waits_for(self) -> _Delivery:
@@ -242,15 +243,16 @@ class Agent(Companion):
     """Executes the rounds of one rank.
 
     Each rank has a generation, which is even while the rank is present and odd while it is left out.
-    Generations only grow, so all ranks reach the same view by taking maxima, in whatever order news
-    arrives.
+    Generations only grow, so by taking maxima, all ranks reach the same view, in whatever order messages
+    arrive.
 
     Args:
         rounds: the computation of each round.
         world_size: number of ranks.
         step: the first local step.
-        model: published first, and given to a rank that rejoins before the first synchronous round.
-        deadline: seconds of silence after which a rank that others wait for is left out; None means
+        model: the first model to publish, also given to a rank that rejoins before the first synchronous
+            round.
+        deadline: a rank for which others wait is left out after this many seconds of silence; None means
             never.
     """
 
@@ -267,16 +269,16 @@ class Agent(Companion):
         self.left_out: list[tuple[int, int, str]] = []
         self._attempt: _Attempt | None = None
         self._mail: dict[tuple[int, int, int], deque[Tensor]] = {}  # by version, view and source
-        # count the round of the previous step as the last one, because a ``finish`` may come next
+        # the previous step's round counts as the last one, because a ``finish`` may come next
         before = round_of(step - 1)
         self._restart(Round(before, model, 1, before), round_of(step))
         rounds.publish(model)
         self._called = before
         self._waiting: tuple[int, Reply] | None = None  # a version, and the reply that waits for it
-        self._told: dict[int, set[int]] = {}  # version -> ranks that this rank has told
+        self._told: dict[int, set[int]] = {}  # version -> ranks already sent an activation
         self._welcome: Round | None = None
         self._generations = [0] * world_size
-        self._view = 0  # a fingerprint of the generations
+        self._view = 0  # a digest of the generations
         self._heard: dict[int, float] = {}
         self._gone: dict[int, str] = {}  # ranks that cannot rejoin, with the reasons
 
@@ -289,7 +291,7 @@ class Agent(Companion):
 
     @property
     def present(self) -> list[int]:
-        """The present ranks, ascending."""
+        """The ranks that are present, in ascending order."""
         return [rank for rank in range(len(self._generations)) if self._is_present(rank)]
 
     def _is_present(self, rank: int) -> bool:
@@ -298,7 +300,7 @@ class Agent(Companion):
     # ---- the rank's calls
 
     def arrive(self, version: int, vector: Tensor, reply: Reply) -> None:
-        """Publish this rank's model; reply with the result of this round, a later one, or a welcome."""
+        """Publish this rank's model; reply with the result of this or a later round, or a welcome."""
         self._waiting = version, reply
         if self._welcome is not None:
             self._answer(self._welcome)
@@ -340,11 +342,11 @@ class Agent(Companion):
             self._check_passed(header.version)
         match header.kind:
             case Kind.ACTIVATE:
-                # pass it on even if this rank has already ended the round
+                # forward it even if this rank has already ended the round
                 self._tell(header.version, header.number)
                 self._take_part(header.version)
             case Kind.DATA if header.version <= self._last.version:
-                self._repeat(source, header.version)  # the sender restarted it; it has ended here
+                self._repeat(source, header.version)  # the sender's round has ended here
             case Kind.DATA:
                 self.mail_of(header.version, header.view, source).append(body)
                 self._take_part(header.version)
@@ -366,11 +368,11 @@ class Agent(Companion):
                 raise self._apart(header.version, header.number)
 
     def _check_passed(self, version: int, arriving: int = -1) -> None:
-        """Fail on all ranks if a rank is in a ``finish`` that this rank passed without concluding it."""
+        """Raise on all ranks if one is in a ``finish`` that this rank passed without concluding it."""
         under_way = self.version if self._attempt is not None else -1
         newest = max(arriving, self._arrived, self._last.version, under_way)
-        # only if all ranks have always been present (view 0): a rank that was left out may be in a call
-        # that the others never made
+        # only if all ranks have always been present (view 0), because a rank that was left out may be in
+        # a call that the others have never made
         if is_finish(version) and self._concluded < version < newest and self._view == 0:
             done = step_of(newest + 1)
             for peer in self.present:
@@ -402,7 +404,7 @@ class Agent(Companion):
         self.post(source, Header(Kind.RESULT, result.models, version).pack(), result.total)
 
     def _tell(self, version: int, root: int) -> None:
-        """Forward an activation down the tree of ``root``, to ranks that this one has not told yet."""
+        """Forward an activation down the tree of ``root``, to each rank only once."""
         told = self._told.setdefault(version, set())
         pending = tree_children(self.host.rank, root, self.host.world_size)
         while pending:
@@ -412,7 +414,7 @@ class Agent(Companion):
             told.add(child)
             if self._is_present(child):
                 self.post(child, Header(Kind.ACTIVATE, root, version).pack())
-            else:  # a rank that is left out forwards nothing, so tell its children directly
+            else:  # a rank that is left out forwards nothing, so send to its children directly
                 pending += tree_children(child, root, self.host.world_size)
 
     def _post(self, dest: int, kind: Kind, body: Tensor | None = None) -> None:
@@ -452,13 +454,13 @@ class Agent(Companion):
         return _Attempt(len(members), self._published, task, self.host.now)
 
     def _end(self, result: Round) -> None:
-        """Process a round's result from this or another rank; advance to the round of the next step."""
+        """Process a round's result, computed here or received; advance to the next step's round."""
         self._drop()
         # round the age up to steps: a model contributed to a ``finish`` is from the step before
         age = -(-(result.version - result.contributed) // _VERSIONS)
         self.participation.note(age, result.models)
         self.rounds.end(result)
-        # if a round waits only for the ranks of a group, its average is not a model that all ranks have
+        # the average of a round that waits only for a group's ranks is not a model that all ranks have
         if self._waits_for_all(result.version) and result.models == len(self.present):
             self._common = result
         self._last = result
@@ -479,15 +481,15 @@ class Agent(Companion):
     # ---- who is present
 
     def tick(self) -> None:
-        """Ping the rank that keeps this one waiting; leave it out if it stays silent."""
+        """Ping the rank for which this one waits; leave it out if it stays silent."""
         if self._attempt is not None and self.due is not None and self.deadline is not None:
-            # if this tick is so late, this rank itself was suspended, and there may be unread messages
+            # if this tick is very late, this rank itself was suspended, and messages may be unread
             if self.host.now - self.due > self.deadline / 4:
                 self._attempt.since = self.host.now
             self._watch(ask=True)
 
     def _watch(self, *, ask: bool = False) -> None:
-        """Schedule the next check of the rank that keeps this one waiting, if any."""
+        """Schedule the next check of the rank for which this one waits, if any."""
         self.due = None
         if self._attempt is None:
             return
@@ -505,7 +507,7 @@ class Agent(Companion):
             self.due = half if now < half else end
 
     def lose(self, peer: int, reason: str) -> None:
-        """Leave out a rank that is gone for good; without a deadline, fail once the rank is needed."""
+        """Leave out a rank that has died; without a deadline, raise an error once the rank is needed."""
         self._gone[peer] = reason
         if self.deadline is None:
             self._watch()
@@ -522,7 +524,7 @@ class Agent(Companion):
         return [g + (rank == peer) for rank, g in enumerate(self._generations)]
 
     def _readmit(self, peer: int) -> None:
-        """Welcome a rank that was left out and is heard from again, with the last common model."""
+        """Welcome back a rank that was left out and has sent a message; send it the last common model."""
         if peer in self._gone:
             return
         self._merge(self._toggled(peer))
@@ -531,8 +533,8 @@ class Agent(Companion):
         self.post(peer, header.pack(), torch.cat([*map(bytes_of, parts)]))
 
     def _merge(self, generations: list[int], reason: str = "other ranks say so") -> None:
-        """Merge news of which ranks are present; if these have changed, restart the current round."""
-        # element-wise maxima commute, so the order in which news arrives does not matter
+        """Merge received generations; if the present ranks change, restart the current round."""
+        # element-wise maxima commute, so the order in which messages arrive does not matter
         newer = [max(pair) for pair in zip(self._generations, generations, strict=True)]
         if newer == self._generations:
             return
@@ -552,7 +554,7 @@ class Agent(Companion):
         self._advance()
 
     def _on_welcome(self, header: Header, body: Tensor) -> None:
-        """Resume at the current round of the other ranks."""
+        """Resume at the other ranks' current round."""
         cut = 8 * self.host.world_size
         generations = body[:cut].clone().view(torch.int64).tolist()
         if header.version <= self.version and self._is_present(self.host.rank):

@@ -10,7 +10,7 @@ f, L          the objective; the Lipschitz constant of its gradients
 eta           learning rate (called alpha in Theorem 4.6)
 M^2           bound on ``E |gradient of a sample|^2``, on every rank
 mu_t          the mean of all models
-tau           maximum number of interactions since the last global average; bounds staleness
+tau           largest number of interactions since the last global average; bounds staleness
 ============  =======================================================================================
 """
 
@@ -45,8 +45,8 @@ def theorem_4_6(
 ) -> float:
     """Bound the mean of ``E |grad f(mu_t)|^2`` over T interactions at a learning rate of ``P / sqrt(T)``.
 
-    The bound is ``(2 gap + 8 S^2 M^2 + 64 S^2 L^2 M^2) / sqrt(T)``.  Since the expected squared gradient
-    is at most M^2 in any case, the bound says nothing unless ``T > 64 S^4``.
+    The bound is ``(2 gap + 8 S^2 M^2 + 64 S^2 L^2 M^2) / sqrt(T)``.  The expected squared gradient is at
+    most M^2 in any case, so the bound says nothing unless ``T > 64 S^4``.
 
     Args:
         steps: T, at least ``P^4 tau^4``.
@@ -84,7 +84,7 @@ def theorem_4_1(
     world_size: int,
     sync_period: int,
 ) -> int:
-    """Return the number of interactions within which some mean model has ``E |grad f|^2 <= goal``.
+    """Return a number of interactions in which ``E |grad f(mu_t)|^2 <= goal`` holds at least once.
 
     The paper gives the order, ``max(gap^2 / goal^2, S^4 M^4 L^4 / goal^2, P^4 tau^4)``; this function
     returns the number that follows from Theorem 4.6.

@@ -1,11 +1,11 @@
 """WAGMA-SGD averages in changing groups without waiting for late ranks, and globally at intervals.
 
-The first rank to arrive starts the average for all.  A late rank contributes the last model that it
-published, and finds the result when it arrives.
+The first rank to arrive starts the average for all ranks.  A late rank contributes the last model that it
+published, and gets the result when it arrives.
 
 The ranks form a row, which is cut into groups of neighbours.  Before every step, the same permutation
-shuffles the row: rank r is at place ``r * stride**-step mod modulus``.  If P and S are powers of two, the
-stride is S and the modulus P - 1, so the multiplication rotates the bits of r.  This *is* Algorithm 1:
+shuffles the row: rank r is at position ``r * stride**-step mod modulus``.  If P and S are powers of two,
+the stride is S and the modulus P - 1, so the multiplication rotates the bits of r.  This *is* Algorithm 1:
 step t merges along the ``log2 S`` bits that start at ``(t * log2 S) mod log2 P``.  Unlike bit rotation,
 multiplication works for any P.
 """
@@ -70,7 +70,7 @@ CODECS: Final = MappingProxyType[str, Codec[DenseVector] | None](
 )
 
 
-# assumptions that fail without global averages, by staleness
+# the assumption that fails without global averages, by staleness
 _GIVEN_UP: Final = MappingProxyType(
     {
         "unbounded": "a late rank's model may be arbitrarily old, so Assumption 1.3 (bounded staleness) "
@@ -92,12 +92,12 @@ class Wagma(Accompanied):
         (t + 1) % tau == 0:   W = mean over all ranks, which wait for each other
 
     A rank that is late by several averages publishes its model once and uses only the newest result.  No
-    model in an average is older than its rank's contribution to the last global average, so all are less
-    than tau steps old.
+    model in an average is older than its rank's contribution to the last global average, so all models
+    are less than tau steps old.
 
     A stale model undoes part of its group's progress.  If the steps of eight ranks vary by only 1 %, 35
     to 42 % of the updates are lost (``benchmarks/averaging-convergence.md``).  With
-    ``grouping="synchronous"``, none are lost.
+    ``grouping="synchronous"``, no updates are lost.
 
     Args:
         group_size: S; default: about sqrt(P) (``default_group_size``).  If S does not divide P, group
@@ -112,8 +112,8 @@ class Wagma(Accompanied):
         values: group averages are sent as "fp32" (the model's own dtype), "bf16" or "int8"; a rank adds
             its rounding error to its next contribution.  Global averages are never rounded.
         deadline: if others wait for a rank and it is silent for this many seconds, it is left out and
-            reported.  When it is heard from again, it resumes with the last global average, at the
-            others' step (``resume_at``).  With None, the others wait for it.
+            reported.  When it sends a message again, it resumes with the last global average, at the
+            other ranks' step (``resume_at``).  With None, the other ranks wait for it.
 
     Raises:
         DeadlineError: a rank is late for a global average by more than the communicator's timeout.
@@ -124,7 +124,7 @@ class Wagma(Accompanied):
     average and the rounding error.
     State: the step; with "bf16" and "int8", also the rounding error and the last global average.  A
     resumed run continues as if it had just taken a global average.
-    Differs from the paper: P and S may be any numbers; a late rank that finds no newer result keeps its
+    Differs from the paper: P and S may be any numbers; if there is no newer result, a late rank keeps its
     model; there may be a deadline.
 
     Example:
@@ -166,7 +166,7 @@ class Wagma(Accompanied):
         super().__init__(model, **binding)
 
     def _options(self) -> dict[str, Any]:
-        """Return all options but the deadline, which says only how long others wait."""
+        """Return all options but the deadline, which determines only how long other ranks wait."""
         return {name: value for name, value in super()._options().items() if name != "deadline"}
 
     @property
@@ -189,12 +189,12 @@ class Wagma(Accompanied):
         return self.group_size or default_group_size(world_size)
 
     def survivors(self, comm: Communicator) -> Communicator:
-        """Return the communicator of the ranks that are present: never left out, or rejoined."""
+        """Return a communicator of the ranks that were never left out, or have rejoined."""
         everyone = len(self._present) in (0, comm.world_size)
         return comm if everyone else Subgroup(comm, self._present)
 
     async def begin(self, comm: Communicator, vector: Tensor, step: int) -> None:
-        """Start the agent."""
+        """Start the agent with the initial model."""
         size = self._asked(comm.world_size)
         require(
             size <= comm.world_size,
@@ -212,8 +212,8 @@ class Wagma(Accompanied):
         if speaks and self.sync_period is None:
             say(f"sync_period=None: {_GIVEN_UP[self.staleness]}")
         vector = vector.cpu()
-        # A group of one has nobody to wait for.  If an agent contributed for its late rank, the rank
-        # would average its new model with its own old one.
+        # A group of one waits for no other rank.  If an agent contributed for its late rank, the rank
+        # would average its new model with its old one.
         grouping = "synchronous" if size == 1 else self.grouping
         # all ranks send differences from the same base, even if the models of resumed ranks differ
         base = self.memory.get("base", vector).cpu()
@@ -223,7 +223,7 @@ class Wagma(Accompanied):
         error = self.memory.get("error")
         self._rounds.error = None if error is None else error.cpu()
         self._taken = round_of(step - 1)
-        # also here, as a loaded state may be of an earlier step, when other ranks were present
+        # reset these here too: a loaded state may be from an earlier step, with different ranks present
         self._finish, self.left_out, self._present = -1, (), []
         self._agent = Agent(self._rounds, comm.world_size, step, vector, self.deadline)
         self._run(comm, self._agent)
@@ -238,7 +238,7 @@ class Wagma(Accompanied):
         return await self._arrive(self._finish, vector)
 
     async def _arrive(self, version: int, vector: Tensor) -> Tensor:
-        """Arrive at a round; return the model that this rank continues with."""
+        """Arrive at a round; return the model with which this rank continues."""
         published = vector.cpu()
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, published, reply)
@@ -263,14 +263,14 @@ class Wagma(Accompanied):
 
 @final
 class ModelRounds(Rounds):
-    """The rounds of WAGMA: group averages, and a global average when ``(step + 1) % sync_period == 0``.
+    """WAGMA's rounds: group averages, and a global average when ``(step + 1) % sync_period == 0``.
 
     With a codec C, a rank contributes the difference between its model and the last global average,
     ``base``, which all ranks have.  It adds the rounding error to its next contribution::
 
         p = W' + error;   q = C(p - base);   error = p - base - q
 
-    So rounding does not change the mean of W + error over the ranks, as long as no rank is late.
+    Rounding thus leaves the mean of W + error over the ranks unchanged, as long as no rank is late.
 
     Attributes:
         error: the rounding error that the next contribution includes, `[n]`; None if there is none.
@@ -296,11 +296,11 @@ class ModelRounds(Rounds):
         return is_finish(version) or closes
 
     def synchronous(self, version: int) -> bool:
-        """Return whether a rank joins the round only once it has arrived itself."""
+        """Return whether a rank joins the round only after it has arrived itself."""
         return self.grouping == "synchronous" or self._is_global(version)
 
     def members(self, version: int, present: Sequence[int], rank: int) -> Sequence[int]:
-        """Return all present ranks for a global average, otherwise this rank's group among them."""
+        """Return all present ranks for a global average; otherwise this rank's group among them."""
         if self._is_global(version):
             return present
         count, step = len(present), step_of(version) if self.dynamic else 0
@@ -318,22 +318,22 @@ class ModelRounds(Rounds):
         self._vector = vector if self.error is None else vector + self.error
 
     def restart(self, model: Tensor) -> None:
-        """Use this model as the new base; the error belonged to the discarded model."""
+        """Use this model as the new base; drop the error, which belonged to the discarded model."""
         self._vector, self._base, self.error = model, model, None
 
     def end(self, result: Round) -> None:
-        """Use a global average as the new base, which clears the error."""
+        """Use a global average as the new base, and clear the error."""
         if self._is_global(result.version):
             self._base, self.error = result.total / result.models, None
 
     async def reduce(self, comm: Communicator, version: int, contributed: int) -> Tensor:
-        """Sum the contributions of the group."""
+        """Sum the contributions of the group's ranks."""
         if self.codec is None or self._is_global(version):
             return await group_allreduce(comm, self._vector)
         base = self._base
         coded = await coded_allreduce(comm, self._vector - base, self.codec, step_of(version))
-        # A stale model is an extra term of the sum (Algorithm 2).  Rounding it again creates no new error
-        # to repay, but the error from the round in which it was fresh must still be repaid.
+        # A stale model is an extra term of the sum (Algorithm 2), so the error of rounding it again need
+        # not be repaid.  The error from the round in which it was new must still be repaid.
         owed = self.error if contributed < version else coded.lost
         self.error = coded.lost_of_sum if owed is None else owed + coded.lost_of_sum
         return base * comm.world_size + coded.total
@@ -361,9 +361,9 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     printed, a mask that is already shifted is shifted again; the paper's examples need ``1 << shift``).
     """
     groups = _groups(world_size, group_size)
-    # The next shuffle should spread a group's members over as many groups as possible, without gaps.  So
-    # the stride is the size of the smallest group, or the next smaller number that has an inverse.  If S
-    # divides P, S is invertible modulo P - 1; 2 is always invertible modulo P or P - 1.
+    # The next shuffle should spread a group's members over as many groups as possible, without gaps.  The
+    # stride is therefore the size of the smallest group, or the next smaller number that has an inverse.
+    # If S divides P, S is invertible modulo P - 1; 2 is always invertible modulo P or P - 1.
     stride, modulus = next(
         (stride, modulus)
         for stride in range(world_size // groups, 0, -1)
@@ -372,17 +372,17 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     )
 
     def shuffled(number: int, exponent: int) -> int:
-        moves = number < modulus  # with modulus P - 1, the last rank keeps its place
+        moves = number < modulus  # with modulus P - 1, the last rank keeps its position
         return number * pow(stride, exponent, modulus) % modulus if moves else number
 
     index = shuffled(rank, -step) * groups // world_size
-    # group i starts at place ceil(i P / groups)
+    # group i starts at position ceil(i P / groups)
     start, stop = (-(-world_size * i // groups) for i in (index, index + 1))
     return tuple(sorted(shuffled(place, step) for place in range(start, stop)))
 
 
 def _groups(world_size: int, group_size: int) -> int:
-    """Return P / S rounded to nearest; halves go down, so that no rank is alone with S = 2 and odd P."""
+    """Return P / S, rounded; halves go down, so that with S = 2 and odd P, no rank is alone."""
     return (2 * world_size + group_size - 1) // (2 * group_size)
 
 
@@ -400,8 +400,8 @@ def _sizes(world_size: int, group_size: int) -> tuple[int, int]:
 def default_group_size(world_size: int) -> int:
     """Return the divisor of P, other than 1, nearest to the square root of P (section 5.2).
 
-    If that divisor differs from the root by more than a factor of 1.5, as every divisor of a large prime
-    or of 62 does, return the integer nearest to the root instead, because any S is allowed.
+    If this divisor differs from the root by more than a factor of 1.5, return the integer nearest to the
+    root, because any S is allowed.  Large primes and 62 are examples.
 
     Example:
         >>> [default_group_size(world_size) for world_size in (1, 2, 8, 12, 64, 13, 62)]
@@ -419,7 +419,7 @@ def default_group_size(world_size: int) -> int:
 
 
 async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
-    """Sum over a group with the cheaper of two algorithms; the result is equal on all members.
+    """Return the sum over a group, by the cheaper of two algorithms; it is equal on all members.
 
     Cost: log2 S messages of n elements (recursive doubling), or the cost of ``comm.allreduce``.
     """
@@ -449,7 +449,7 @@ class CodedSum(NamedTuple):
 async def coded_allreduce(
     comm: Communicator, vector: Tensor, codec: Codec[DenseVector], seed: int
 ) -> CodedSum:
-    """Sum rounded vectors over a group: every member sums one block and sends its sum to all.
+    """Sum rounded vectors over a group: every member sums one block and sends the sum to all members.
 
     The codec's random numbers depend on ``seed`` and the rank.
 
@@ -470,7 +470,7 @@ async def coded_allreduce(
     lost = vector - torch.cat([one.decoded.values for one in encoded])
     lost[mine] = 0  # this rank sums its own block, so the block is not rounded
     capacities = [codec.nbytes(len(block), len(block), vector.dtype) for block in blocks]
-    # the size of the longest block that goes to another rank; the last blocks are shorter
+    # for each rank, the size of the longest block that it sends; the last blocks are shorter
     most = [max(capacities[:r] + capacities[r + 1 :], default=0) for r in range(len(blocks))]
     received = await comm.alltoallv([one.payload for one in encoded], most, "average", framing)
     total = torch.zeros_like(blocks[comm.rank])

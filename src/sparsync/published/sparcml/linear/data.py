@@ -1,4 +1,4 @@
-"""Loads one rank's rows of an svmlight / libsvm file: ``label [qid:q] index:value ... [# comment]``."""
+"""Load a rank's rows of an svmlight / libsvm file: ``label [qid:q] index:value ... [# comment]``."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _FORMAT = 2  # version of the cache; increase it whenever older blocks would be 
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of one rank: `[first_row, first_row + rows)` of the whole data set, 0-based."""
+    """One rank's rows: `[first_row, first_row + rows)` of the whole data set, 0-based."""
 
     features: sparse.csr_matrix  # `[rows, dimensions]` with ``float32`` values
     labels: np.ndarray  # `[rows]` with ``float32``, each -1 or +1
-    rows_total: int  # rows of the whole data set, over all ranks
+    rows_total: int  # number of rows in the whole data set
     first_row: int
-    known: tuple[float, ...] = (-1.0, 1.0)  # labels of the file, ascending
+    known: tuple[float, ...] = (-1.0, 1.0)  # labels in the file, ascending
     positive: tuple[float, ...] = (1.0,)  # the file's labels that became +1
     base: int = 0  # number of the first column in the file
 
 
 def row_range(rows: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the contiguous rows `[first, stop)` of a rank; the ranks' row counts differ by at most 1.
+    """Return a rank's contiguous rows `[first, stop)`; the ranks' row counts differ by at most 1.
 
-    With fewer rows than ranks, the last ranks have no rows.
+    If there are fewer rows than ranks, the last ranks have no rows.
 
     Raises:
         ConfigurationError: the rank does not exist.
@@ -82,21 +82,22 @@ def load_shard(
     r"""Load this rank's rows of an svmlight file, which may be plain, ``.gz`` or ``.bz2``.
 
     Ranks that start together and share the cache parse different blocks; if a block is missing, the rank
-    that needs it parses it.  Later runs only read the labels and the blocks of the rank's rows.
+    that needs it parses it.  Later runs read only the labels and the blocks with the rank's rows.
 
     Args:
         source: the file.
         rank: this rank.
         world_size: number of ranks; may exceed the number of rows.
-        dimensions: number of columns; default: the largest index in the file determines it.
+        dimensions: number of columns; by default, the largest index in the file determines it.
         cache: folder for the cache; default: ``<source>.cache`` next to the file.
-        positive: the label or labels that become +1; all others become -1.  Default: the larger of two.
+        positive: the label or labels that become +1; all others become -1.  Default: the larger of two
+            labels.
 
     Raises:
         ConfigurationError: the text is malformed, there are more than two labels and no ``positive``, or
             the cache cannot be written.
 
-    Cost: parses about 40 MB of text per second and core, once; then reads the rank's blocks.
+    Cost: the first run parses about 40 MB of text per second and core; later runs read the rank's blocks.
 
     Example:
         >>> import tempfile
@@ -189,8 +190,8 @@ class _Blocks:
     """The parsed blocks of a file; block b contains the lines that start in its part of the text.
 
     Parsed blocks are cached as NumPy archives, whose members have checksums.  A block is written under a
-    temporary name and renamed when complete.  Its content depends only on the file, so racing ranks write
-    the same bytes and need no lock.
+    temporary name and renamed when complete.  Its content depends only on the file.  Ranks that write it
+    at the same time therefore write the same bytes, and need no lock.
     """
 
     block_bytes: ClassVar[int] = (
@@ -219,9 +220,9 @@ class _Blocks:
         self.text.close()
 
     def complete(self, rank: int, world_size: int) -> tuple[list[list[int]], list[np.ndarray]]:
-        """Parse the blocks that the cache lacks; return each block's index range, and the labels.
+        """Parse the blocks missing from the cache; return each block's index range, and the labels.
 
-        A rank parses its own share first, then any blocks that other ranks have not parsed by then.
+        A rank parses its own share first, then all blocks that no rank has parsed in the meantime.
         """
         with self._reading(""):
             known = self._cached(0, "size")
@@ -242,7 +243,7 @@ class _Blocks:
         return [span.tolist() for span in spans if span[1] >= 0] or [[1, -1]], list(labels)
 
     def read(self, block: int, *names: str) -> list[np.ndarray]:
-        """Return the arrays of a block; parse the block unless the cache has it intact."""
+        """Return a block's arrays; parse the block unless it is intact in the cache."""
         found = self._cached(block, *names)
         if found is None:
             arrays = self._parse(block)
@@ -258,12 +259,12 @@ class _Blocks:
         return self.folder / f"{self.state}-{self.block_bytes}-v{_FORMAT}-{block:05}.npz"
 
     def _cached(self, block: int, *names: str) -> list[np.ndarray] | None:
-        """Return the members of a block's archive; None if the archive is missing or damaged."""
+        """Return members of a block's archive; None if the archive is missing or damaged."""
         try:
             with zipfile.ZipFile(self._file(block)) as archive:  # ``read`` compares the checksum
                 raw = [archive.read(f"{name}.npy") for name in names]
             return [np.load(io.BytesIO(member), allow_pickle=False) for member in raw]
-        except Exception:  # the bytes are untrusted: after any failure the block is parsed again
+        except Exception:  # the file may hold anything; if reading fails, parse the block again
             return None
 
     def _write(self, block: int, arrays: dict[str, np.ndarray]) -> None:

@@ -42,8 +42,8 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         exchange: one of ``sparsync.published.sparcml.presets.EXCHANGES``.
         threads: number of threads on this rank.
         dtype: dtype of weights and exchanged values, "float64" or "float32".
-        random_state: seed for the order of rows or coordinates; must be equal on all ranks, so with
-            several ranks give a number, not a generator.
+        random_state: seed for the order of rows or coordinates.  It must be equal on all ranks, so pass
+            a number, not a generator, if there are several ranks.
 
     Attributes:
         classes_: labels, ascending.
@@ -87,21 +87,21 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, *, comm: Communicator | None = None) -> SparseLinearClassifier:
-        """Train on this rank's rows `[rows, features]`, sparse or dense, and labels `[rows]`.
+        """Train with this rank's rows, `[rows, features]`, sparse or dense, and labels, `[rows]`.
 
         Args:
-            X: this rank's rows; one rank of several may have none, `[0, features]`.
-            y: their labels, numbers on all ranks or strings on all ranks.
+            X: this rank's rows; if there are several ranks, a rank may have no rows, `[0, features]`.
+            y: the rows' labels, which are numbers on all ranks or strings on all ranks.
             comm: the communicator; all of its ranks call this method, each with its own rows.  None
                 means a single rank.
 
         Raises:
-            ConfigurationError: an invalid option; fewer than two classes.
-            PeerError: ranks disagree, or a rank is gone.
+            ConfigurationError: an option is invalid, or there are fewer than two classes.
+            PeerError: ranks disagree, or a rank has died.
         """
         comm = comm or SoloCommunicator()
         checks = {"accept_sparse": "csr", "dtype": (np.float64, np.float32)}
-        least = 1 if comm.world_size == 1 else 0  # among several ranks, some may have no rows
+        least = 1 if comm.world_size == 1 else 0  # with several ranks, a rank may have no rows
         X, y = validate_data(self, X, y, ensure_min_samples=least, **checks)
         check_classification_targets(y)
         if self.epochs < 1:
@@ -143,7 +143,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
         return self
 
     def decision_function(self, X: Any) -> NDArray[Any]:
-        """Return scores: `[rows]` for two classes (positive for the second), else `[rows, classes]`."""
+        """Return scores: `[rows, classes]`; for two classes `[rows]`, positive for the second class."""
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False)
         scores: NDArray[Any] = X @ self.coef_.T + self.intercept_
@@ -158,7 +158,7 @@ class SparseLinearClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[mi
 
     @available_if(lambda self: self.model == "logistic")  # type: ignore[misc, untyped-decorator, unused-ignore]
     def predict_proba(self, X: Any) -> NDArray[Any]:
-        """Return `[rows, classes]` probabilities; for more than two classes, normalised one-vs-rest."""
+        """Return probabilities, `[rows, classes]`; more than two classes: normalised one-vs-rest."""
         positive = expit(self.decision_function(X))
         if positive.ndim == 1:
             return np.stack([1 - positive, positive], axis=1)
@@ -182,10 +182,10 @@ async def _train(solver: Solver, epochs: int) -> None:
 
 
 async def _all_classes(comm: Communicator, mine: NDArray[Any]) -> NDArray[Any]:
-    """Return the union of the ranks' labels, numbers or strings, in ascending order; `[classes]`.
+    """Return the union of the ranks' labels (numbers or strings) in ascending order, `[classes]`.
 
     Raises:
-        DisagreementError: raised on all ranks: some have numbers, and others strings.
+        DisagreementError: some ranks have numbers and others strings; raised on all ranks.
     """
     if comm.world_size == 1:
         return mine

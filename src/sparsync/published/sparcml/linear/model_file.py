@@ -26,7 +26,7 @@ _CURE = "give a file that sparsync linear --save wrote"
 @final
 @dataclass(frozen=True, eq=False)
 class LinearModel:
-    """Weights together with the meaning of their columns and signs, for saving and prediction.
+    """Weights and the meaning of their columns and signs, for saving and prediction.
 
     Example:
         >>> model = LinearModel(np.array([1.0, -2.0]), 0.5, labels=(3.0, 7.0), positive=(7.0,))
@@ -36,7 +36,7 @@ class LinearModel:
 
     weights: Floats  # `[dimensions]`
     intercept: float
-    labels: tuple[float, ...] = (-1.0, 1.0)  # labels of the training file, ascending
+    labels: tuple[float, ...] = (-1.0, 1.0)  # labels in the training file, ascending
     positive: tuple[float, ...] = (1.0,)  # the labels that were trained as +1
     base: int = 0  # number of the first column in the file
 
@@ -47,7 +47,7 @@ class LinearModel:
 
     @property
     def classes(self) -> tuple[float, float]:
-        """The labels for negative and positive scores, or -1 and +1 if a class had several labels."""
+        """The labels for negative and positive scores; -1 and +1 if a class has several labels."""
         if len(self.labels) == 2 and len(self.positive) == 1:
             (negative,) = set(self.labels) - set(self.positive)
             return negative, self.positive[0]
@@ -108,7 +108,7 @@ class LinearModel:
         """
         require(path.is_file(), f"the model '{path}' is not a file; {_CURE}")
         try:
-            with zipfile.ZipFile(path):  # otherwise NumPy might take it for an array or a pickle
+            with zipfile.ZipFile(path):  # otherwise NumPy might load it as an array or a pickle
                 pass
             with np.load(path, allow_pickle=False) as archive:
                 found = {name: archive[name] for name in (*_NUMBERS, *_ARRAYS)}

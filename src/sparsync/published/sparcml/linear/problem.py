@@ -44,15 +44,15 @@ Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
 T = TypeVar("T")
 
-# A smaller scale is multiplied into the weights, because gradients are divided by the scale, and float32
-# has only 7 digits.
+# A scale that becomes smaller is multiplied into the weights, because gradients are divided by the scale,
+# and float32 has only 7 digits.
 _SMALLEST_SCALE = 1e-3
 _COMPACT = 30  # columns per stored element above which sorting is faster than dense sums
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A convex loss as a function of the margin ``y f(x)``; maps `[m]` margins to `[m]` numbers.
+    """A convex loss as a function of the margin ``y f(x)``, from `[m]` margins to `[m]` numbers.
 
     Example:
         >>> logistic, hinge = LOSSES["logistic"], LOSSES["svm"]
@@ -65,7 +65,7 @@ class Loss:
 
     value: Callable[[Floats], Floats]  # exact for margins of any size
     slope: Callable[[Floats], Floats]  # the derivative; at a corner, a subgradient
-    curvature: float | None  # a bound on the second derivative, if there is one
+    curvature: float | None  # a bound on the second derivative; None if there is none
 
 
 LOSSES: MappingProxyType[str, Loss] = MappingProxyType(
@@ -78,7 +78,7 @@ LOSSES: MappingProxyType[str, Loss] = MappingProxyType(
 
 
 def soft(values: Floats, threshold: Floats | float) -> Floats:
-    """Move values towards zero by ``threshold``; values that would cross zero become exactly zero.
+    """Shrink values towards zero by ``threshold``; values that would cross zero become exactly zero.
 
     Example:
         >>> soft(np.array([3.0, -0.5, -2.0]), 1.0).tolist()
@@ -89,13 +89,14 @@ def soft(values: Floats, threshold: Floats | float) -> Floats:
 
 
 class Weights(ABC):
-    """Weights and an intercept; the cost of a proximal step is linear in the gradient's entries.
+    """Weights and an intercept; a proximal step's cost is linear in the gradient's number of entries.
 
     A step is ``w = soft(max(1 - rate l2, 0) w - rate gradient, rate l1)``.  Pending penalties are applied
-    to a weight when a gradient changes it.  A weight that is only *read* is not written back: ranks read
-    different weights, and all ranks must hold the same bits.
+    to a weight when a gradient changes it.  When a weight is only *read*, the result is not stored: ranks
+    read different weights, but must hold the same bits.
 
-    Gradients have n + 1 elements for n weights; the last is for the intercept, which is not penalised.
+    Gradients have n + 1 elements for n weights; the last element is for the intercept, which is not
+    penalised.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Weights(ABC):
         self.intercept += value
 
     def _parts(self, vector: Vector) -> tuple[Integers | slice, Floats, float]:
-        """Split a vector into indices of weights, their elements, and the intercept's element."""
+        """Split a vector into the weights' indices, their elements, and the intercept's element."""
         values: Floats = vector.values.numpy()
         if not isinstance(vector, SparseVector):
             return slice(None), values[:-1], float(values[-1])
@@ -146,11 +147,11 @@ class LazyWeights(Weights):
     """Weights that share one learning rate.
 
     They are stored as ``scale * soft(values, shrunk - seen)``: an L2 step only shrinks ``scale``, and an
-    L1 step only adds to ``shrunk``.  Deferring penalties is exact, because ``soft`` by a after ``soft``
-    by b is ``soft`` by a + b.
+    L1 step only adds to ``shrunk``.  Penalties can be deferred exactly, because ``soft`` by a after
+    ``soft`` by b equals ``soft`` by a + b.
 
-    Cost: O(nnz) per step, O(n) when the scale is renewed; memory for n weights, and 8 n bytes more with
-    L1.
+    Cost: O(nnz) per step, O(n) when the scale is renewed; memory for n weights, and with L1 another 8 n
+    bytes.
 
     Example:
         >>> weights = LazyWeights(3, np.dtype(np.float64), l2=0.5)
@@ -199,17 +200,17 @@ class LazyWeights(Weights):
 
 @final
 class AdaptiveWeights(Weights):
-    """Weights with individual rates, which decrease as their gradients add up.
+    """Weights with individual rates, which decrease as the weights' gradients add up.
 
     A weight's rate is ``lr / (length sqrt(sum of squares))``.  The intercept's rate is ``lr / sqrt(sum of
     squares)``, because its column has length 1.  Scores therefore do not depend on the units of the
-    features.  A weight's rate is constant while no gradient reaches it, so the m steps that it missed
-    have a closed form: with ``a = 1 - rate l2``, ``soft(a^m w, rate l1 (1 + a + ... + a^(m - 1)))``.
+    features.  A weight's rate is constant while its gradient is zero.  The m steps that it has missed
+    then have a closed form: with ``a = 1 - rate l2``, ``soft(a^m w, rate l1 (1 + a + ... + a^(m - 1)))``.
 
     Attributes:
         length: the length of a row of features, as the root mean square over all rows.
 
-    Cost: O(nnz) per step; memory for 2 n weights, and 8 n bytes more with a penalty.
+    Cost: O(nnz) per step; memory for 2 n weights, and with a penalty another 8 n bytes.
 
     Example:
         >>> weights = AdaptiveWeights(3, np.dtype(np.float64))
@@ -224,7 +225,7 @@ class AdaptiveWeights(Weights):
     def __init__(self, size: int, dtype: np.dtype[Any], **penalties: Any) -> None:
         super().__init__(size, dtype, **penalties)
         self.length = 1.0
-        # sums of squared gradients of the weights, and of the intercept
+        # sums of squared gradients, for the weights and for the intercept
         self._squares, self._square = np.zeros(size, dtype), 0.0
         self._steps, self._lr = 0, 0.0
         self._seen = np.zeros(size if self.l1 or self.l2 else 0, np.int64)  # steps taken
@@ -262,7 +263,7 @@ class AdaptiveWeights(Weights):
             self.intercept -= lr * slope / math.sqrt(self._square)
 
     def _rates(self, where: Integers | slice) -> Floats:
-        """Return the current rates; 0 for weights that no gradient has reached."""
+        """Return the current rates; 0 for weights without any gradient so far."""
         roots = np.sqrt(self._squares[where])
         rates: Floats = np.divide(self._lr, roots, out=np.zeros_like(roots), where=roots > 0)
         return rates
@@ -297,25 +298,25 @@ class Problem:
 
     @property
     def loss(self) -> Loss:
-        """The loss of the model."""
+        """The loss function of the model."""
         return LOSSES[self.model]
 
     @property
     def rows(self) -> int:
-        """Number of rows of this rank."""
+        """The number of this rank's rows."""
         return len(self.labels)
 
     @property
     def dimensions(self) -> int:
-        """Number of weights n."""
+        """The number of weights n."""
         return int(self.features.shape[1])
 
     def weights(self, kind: type[Weights] = LazyWeights) -> Weights:
-        """Return weights of zero."""
+        """Return new weights, all of them zero."""
         return kind(self.dimensions, self.dtype, l1=self.l1, l2=self.l2, intercept=self.intercept)
 
     def penalty(self, weights: Floats) -> float:
-        """Return the penalty of weights, summed in float64."""
+        """Return the penalty for these weights, summed in float64."""
         exact = weights.astype(np.float64, copy=False)
         return float(self.l1 * np.abs(exact).sum() + self.l2 / 2 * (exact @ exact))
 
@@ -324,8 +325,8 @@ class Problem:
 class Products:
     """Multiplies sparse rows on several threads, which helps because SciPy releases the GIL.
 
-    Rows are cut into one block per thread, and the blocks' sums are added in order.  A result depends on
-    the number of threads (up to rounding), but never on which thread finishes first.
+    Rows are cut into one block per thread, and the blocks' sums are added in order.  Rounding therefore
+    depends on the number of threads, but never on the order in which threads finish.
 
     Example:
         >>> rows = csr_matrix(np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]]))
@@ -339,12 +340,12 @@ class Products:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def scores(self, rows: csr_matrix, weights: Weights) -> Floats:
-        """Return ``rows w + intercept``, `[rows]`; reads only the weights of stored columns."""
+        """Return ``rows w + intercept``, `[rows]`; only weights of stored columns are read."""
 
         def block(start: int, stop: int) -> Floats:
             part = rows[start:stop]
             stored = np.arange(part.nnz, dtype=part.indices.dtype)
-            # give every stored element its own column, so that the product reads only the weights needed
+            # every stored element gets its own column, so that the product reads only the weights needed
             gathered = csr_matrix((part.data, stored, part.indptr), (stop - start, part.nnz))
             result: Floats = gathered @ weights.at(part.indices)
             return result

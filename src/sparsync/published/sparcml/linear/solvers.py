@@ -1,4 +1,4 @@
-"""SGD and block coordinate descent on several ranks, which exchange messages as sparse as the data."""
+"""SGD and block coordinate descent on several ranks, with messages as sparse as the data."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class DenseSlices(Collective):
         cuts = even_boundaries(selected.size, comm.world_size)
         lengths = [stop - start for start, stop in pairwise(cuts)]
         dense = selected.to_dense()
-        mine = dense.new_zeros(max(lengths))  # equal lengths need no announcement
+        mine = dense.new_zeros(max(lengths))  # equal lengths need not be announced
         mine[: lengths[comm.rank]] = dense[cuts[comm.rank] : cuts[comm.rank + 1]]
         slices = await comm.allgather(mine, "allgather")
         parts = [part[:length] for part, length in zip(slices, lengths, strict=True)]
@@ -106,14 +106,14 @@ SCHEDULES: MappingProxyType[str, Callable[[float], float]] = MappingProxyType(
 
 @final
 class Meter:
-    """Measures how a rank spends its time, as lists of times.
+    """Measures how a rank spends its time, in lists of times.
 
-    All ranks exchange in the same order, so equal positions in their lists belong to the same exchange.
+    All ranks exchange in the same order, so the i-th entries of their lists belong to the same exchange.
 
     Args:
         fence: called before every exchange; it waits for the slowest rank, so that waiting does not
             count as communication, and returns the start time.  By default, ranks do not wait.
-        clock: the clock for exchanges; the simulator has its own.
+        clock: the clock for exchanges, e.g. the simulator's.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Meter:
         self.clear()
 
     def clear(self) -> None:
-        """Start new lists; callers may keep the old ones."""
+        """Start new lists; callers may keep references to the old ones."""
         self.computed: list[float] = []  # seconds of every interval of computation
         self.exchanged: list[tuple[str, float, float]] = []  # phase, start and end
 
@@ -146,7 +146,7 @@ class Meter:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model's quality on the rows of all ranks; NaN if there are no rows."""
+    """A model's quality on all ranks' rows; NaN if there are no rows."""
 
     objective: float  # mean loss plus penalties
     accuracy: float  # fraction of rows with the right sign (a score of 0 counts as +1)
@@ -157,7 +157,7 @@ _FACTS = ("options of the exchange", "batch_size", "staleness", "schedule", "coo
 
 
 class Solver(ABC):
-    """Trains a linear model on the rows of all ranks; all ranks must call the same methods.
+    """Trains a linear model on all ranks' rows; all ranks must call the same methods.
 
     Args:
         comm: the group.
@@ -166,7 +166,7 @@ class Solver(ABC):
         options: options of the exchange; the solver sets its format and cap.
         products: the threads for matrix products.
         seed: seed for the order of rows or coordinates.
-        steps: maximum number of steps per epoch; with None, an epoch is a whole pass.
+        steps: largest number of steps per epoch; with None, an epoch is a whole pass.
         meter: measures the time.
     """
 
@@ -197,14 +197,14 @@ class Solver(ABC):
         self.products, self.meter = products or Products(), meter or Meter()
         self.seed, self.steps = seed, steps
         self.weights: Weights = problem.weights()  # the same bits on all ranks
-        self.rows = [problem.rows]  # after ``start``, the number of rows of every rank
+        self.rows = [problem.rows]  # after ``start``, every rank's number of rows
         self.step = 0
 
     async def start(self, epochs: int | None = None) -> None:
-        """Check that all ranks agree on the problem, and count their rows; call this first, and once.
+        """Check that all ranks agree on the problem, and count their rows; call this once, at first.
 
         Args:
-            epochs: number of epochs that will follow, if it is known; must be equal on all ranks.
+            epochs: number of epochs that will follow, if known; must be equal on all ranks.
 
         Raises:
             PeerError: ranks disagree; the message names the fact and the ranks.
@@ -217,14 +217,14 @@ class Solver(ABC):
             "exchange": self.exchange,
             "epochs": epochs,
         }
-        # all solvers compare the same names, because ranks may have different solvers
+        # all solvers compare facts with the same names, because ranks may have different solvers
         await agree(self.comm, {**facts, **dict.fromkeys(_FACTS), **self.facts})
         counts = await self.comm.allgather(torch.tensor([own.rows], device="cpu"), "rows")
         self.rows = [int(count) for count in counts]
 
     @property
     def epoch_steps(self) -> int:
-        """Steps per epoch, equal on all ranks; known after ``start``."""
+        """The number of steps per epoch, equal on all ranks; known after ``start``."""
         whole = self._whole_pass()
         return whole if self.steps is None else min(whole, self.steps)
 
@@ -237,7 +237,7 @@ class Solver(ABC):
         """Return the number of steps that use every row or coordinate once."""
 
     def _collective(self, dense: Callable[[], Collective], cap: float | None) -> Collective:
-        """Create the collective; it sends at most ``cap * k`` entries, in the shortest exact format."""
+        """Return the exchange's collective, with this cap and the shortest exact format."""
         if self.exchange == "dense":
             return dense()
         exact: Codec[SparseVector] = Packed("fp32") if self.problem.dtype == np.float32 else Coo()
@@ -263,7 +263,7 @@ class Solver(ABC):
 
 
 async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> list[float]:
-    """Sum a few numbers in rank order, so that all ranks and transports get the same bits."""
+    """Return sums of a few numbers, in rank order, so that all ranks and transports get the same bits."""
     everyone = await comm.allgather(torch.tensor(mine, dtype=torch.float64, device="cpu"), phase)
     return torch.stack(everyone).cumsum(0)[-1].tolist()
 
@@ -272,7 +272,8 @@ async def _sum_over_ranks(comm: Communicator, mine: list[float], phase: str) -> 
 
 
 _BATCH = 1_000  # rows per rank and step (section 8.2)
-# minimum number of steps per epoch, because the paper's data have 50 times as many rows as the trigrams
+# smallest number of steps per epoch; the paper's batches would give fewer, because the trigrams have only
+# a fiftieth of its rows
 _LEAST_STEPS = 100
 
 
@@ -280,9 +281,9 @@ _LEAST_STEPS = 100
 class Sgd(Solver):
     """Minimises by steps ``w -= lr * (mean gradient of all ranks' batches + penalties)``.
 
-    A gradient has an element wherever a row of the batch has one.  No element is dropped or compressed:
+    A gradient has an element wherever a row in the batch has one.  No element is dropped or compressed:
     up to rounding, steps are the same as on a single rank with the combined batch, whichever exchange is
-    used.  Every rank holds a replica of the model; totals are bit-identical, and so are the replicas.
+    used.  Every rank holds a replica of the model; totals, and therefore replicas, are bit-identical.
 
     Args (in addition to those of ``Solver``):
         batch_size: rows per rank and step; None means the paper's 1,000, or fewer to get 100 steps
@@ -291,22 +292,22 @@ class Sgd(Solver):
             other schedule, None means the inverse of a bound on the curvature.  With this rate, gradient
             descent is certain to descend, but slowly; well-conditioned data allow higher rates.  The
             bound is ``c (mean |x_i|^2 + intercept) + l2``, where c is the loss's curvature.  The hinge
-            loss has no curvature: for it, c is set to 1, which is not a bound.
+            loss has no curvature, so c is set to 1, which is not a bound.
         schedule: one of ``SCHEDULES``, with t in epochs; "adagrad" has a rate for every weight, which
-            decreases as its gradients add up (``AdaptiveWeights``).
+            decreases as the weight's gradients add up (``AdaptiveWeights``).
         staleness: step t uses exactly the totals up to step t - 1 - staleness; an epoch ends when all
             exchanges have ended.  With 0, training is synchronous.
         background: the engine that runs exchanges during the computation.  With None, an exchange runs
-            when its result is needed, as always in the simulator, whose clock does not charge
+            when its result is needed.  This is always so in the simulator, whose clock does not include
             computation.
         shuffle: whether to draw a new order of the rows in each epoch; False keeps their stored order.
 
-    Cost: per step, one exchange of the gradient's entries, and a time of O(entries of the batch + n).
+    Cost: per step, one exchange of the gradient's entries, and O(entries of the batch + n) operations.
     State: weights, step.
     Differs from the paper: there is an intercept, which is not penalised.  AdaGrad's rates are the
-    default, because the paper names no schedule, and on trigrams, a constant rate reaches 81 % in five
-    epochs while AdaGrad reaches SCD's 96 % (``docs/linear.md``).  Asynchronous steps have a fixed delay,
-    which makes runs reproducible (the paper does not state its delay).
+    default: the paper names no schedule, and on trigrams, a constant rate reaches 81 % in five epochs,
+    but AdaGrad reaches SCD's 96 % (``docs/linear.md``).  Asynchronous steps have a fixed delay, so that
+    runs are reproducible (the paper does not state its delay).
 
     References: Renggli et al., SparCML, SC 2019, sections 7 and 8.2 (batches of 1,000 per rank).
     """
@@ -336,7 +337,7 @@ class Sgd(Solver):
         if schedule == "adagrad":
             self.weights = problem.weights(AdaptiveWeights)
         self.staleness, self.background = staleness, background
-        # every exchange in flight needs its own collective and channel
+        # each exchange in flight needs its own collective and channel
         self._slots = [
             (self._collective(Dense, None), comm.channel(comm.tag + i))
             for i in range(staleness + 1)
@@ -347,15 +348,15 @@ class Sgd(Solver):
 
     @property
     def batch_size(self) -> int:
-        """Rows per rank and step; unless given, known only after ``start``."""
+        """The number of rows per rank and step; unless given, known only after ``start``."""
         return self._batch_size or max(min(_BATCH, max(self.rows) // _LEAST_STEPS), 1)
 
     def _whole_pass(self) -> int:
-        """Return the number of steps on the rank with the most rows."""
+        """Return the number of steps for a pass on the rank with the most rows."""
         return -(-max(self.rows) // self.batch_size)
 
     async def start(self, epochs: int | None = None) -> None:
-        """Start as any ``Solver``; measure the rows, and choose a learning rate if none was given."""
+        """Start like any ``Solver``; also measure the rows, and choose a learning rate unless given."""
         await super().start(epochs)
         problem, weights = self.problem, self.weights
         if self.lr is not None and not isinstance(weights, AdaptiveWeights):
@@ -384,7 +385,7 @@ class Sgd(Solver):
             await self._exchange(None)
 
     def _gradient(self, order: Integers, turn: int) -> SparseVector:
-        """Return this rank's summand of the mean gradient over all ranks' rows of this step."""
+        """Return this rank's summand of the mean gradient over all ranks' rows in this step."""
         start, problem = turn * self.batch_size, self.problem
         rows = order[start : start + self.batch_size]
         together = sum(min(max(n - start, 0), self.batch_size) for n in self.rows)
@@ -394,7 +395,7 @@ class Sgd(Solver):
         return self.products.transposed(batch, slopes)
 
     async def _exchange(self, gradient: SparseVector | None) -> None:
-        """Start the exchange of a gradient, if there is one, and apply the total that is due."""
+        """Start the exchange of the gradient, if any, and apply the total that is due."""
         arrived: Reduced | None = None
         with self.meter.exchanging("gradient"):
             if gradient is not None:
@@ -428,16 +429,17 @@ async def _end_of(job: Future[Reduced]) -> Reduced:
 class Scd(Solver):
     """Minimises by exact steps in a few coordinates per rank, on all ranks in parallel.
 
-    1. All ranks know all coordinates of the step from the seed.  Each rank computes partial derivatives
-       and curvatures for all of them on its own rows, and sends every other rank the numbers for that
-       rank's coordinates.
+    1. The seed determines all coordinates of the step on all ranks.  Each rank computes partial
+       derivatives and curvatures for all of them on its own rows, and sends each rank the numbers for
+       that rank's coordinates.
     2. A rank sums these numbers in rank order and takes the proximal Newton step in each of its
-       coordinates.  It uses a bound on the curvature of the whole block: if c of its coordinates meet in
-       a row, ``(sum of c terms)^2 <= c * sum of squares``.  The objective therefore never increases.
-    3. The updates are shared in a sparse allgather; every rank updates the weights and its rows' scores.
+       coordinates.  It uses a bound on the whole block's curvature: if c of its coordinates occur in one
+       row, ``(sum of c terms)^2 <= c * sum of squares``.  The objective therefore never increases.
+    3. A sparse allgather distributes the updates; every rank updates the weights and its rows' scores.
 
     Args (in addition to those of ``Solver``, whose problem must have a smooth loss):
-        coordinates: number of coordinates per rank and step (paper: 100); fewer at the end of a slice.
+        coordinates: number of coordinates per rank and step (paper: 100); it is smaller at the end of a
+            slice.
 
     Cost: per step, P - 1 messages of 16 bytes per coordinate, and an allgather of at most 8 bytes per
     coordinate from every rank.   State: weights, this rank's scores (8 bytes per row), and a copy of
@@ -480,15 +482,15 @@ class Scd(Solver):
         self.slices: list[Integers] = []
 
     def _whole_pass(self) -> int:
-        """Return the number of steps after which the largest slice is used up."""
+        """Return the number of steps in which every coordinate of the largest slice is updated."""
         return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
 
     async def start(self, epochs: int | None = None) -> None:
-        """Start as any ``Solver``, and find the columns that occur in the data."""
+        """Start like any ``Solver``; also find the columns that occur in the data."""
         await super().start(epochs)
         here = torch.from_numpy(np.diff(self.columns.indptr)[:-1] > 0).to(torch.uint8)
         occurring = (await self.comm.allreduce(here, "occurring", "max")).numpy().nonzero()[0]
-        # updates have one more element, for the intercept; ``DenseSlices`` cuts them at the same indices
+        # updates have an additional element for the intercept; ``DenseSlices`` cuts at the same indices
         cuts = even_boundaries(self.problem.dimensions + 1, self.comm.world_size)
         self.slices = np.split(occurring, np.searchsorted(occurring, cuts[1:-1]))
 
@@ -517,7 +519,7 @@ class Scd(Solver):
             advance(self.epoch_steps)
 
     def _owned(self, orders: Sequence[Integers], turn: int) -> list[Integers]:
-        """Return every rank's coordinates for a step, ascending within and across ranks."""
+        """Return every rank's coordinates for a step; they ascend within and across ranks."""
         part = slice(turn * self.coordinates, (turn + 1) * self.coordinates)
         owned = [np.sort(order[part]) for order in orders]
         if self.problem.intercept:
@@ -535,9 +537,9 @@ class Scd(Solver):
         return np.split(both, np.cumsum([len(mine) for mine in owned])[:-1], axis=1)
 
     async def _sum(self, partial_sums: list[Floats]) -> Floats:
-        """Return the sums over ranks, in rank order, of the derivatives for this rank's coordinates."""
+        """Sum the derivatives for this rank's coordinates over all ranks, in rank order."""
         own = partial_sums[self.comm.rank]
-        widest = max(1, *(part.shape[1] for part in partial_sums))  # messages of one length
+        widest = max(1, *(part.shape[1] for part in partial_sums))  # all messages have this length
         blocks = torch.zeros(len(partial_sums), 2, widest, dtype=torch.float64, device="cpu")
         for block, part in zip(blocks, partial_sums, strict=True):
             block[:, : part.shape[1]] = torch.from_numpy(part)
@@ -551,7 +553,7 @@ class Scd(Solver):
         return sums
 
     def _update(self, owned: Integers, derivatives: Floats) -> SparseVector:
-        """Return the changes of this rank's coordinates."""
+        """Return the changes in this rank's coordinates."""
         is_weight = owned < self.problem.dimensions
         current = np.full(len(owned), self.weights.intercept)
         current[is_weight] = self.weights.at(owned[is_weight])

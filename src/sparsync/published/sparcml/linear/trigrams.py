@@ -1,4 +1,4 @@
-"""Builds a data set from files that every Python has: trigrams of the standard library's sources."""
+"""Build a data set from files that every Python has: trigrams in the standard library's sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINES = 16  # lines per sample
 _SHORTEST = 3  # characters in a trigram
 _MAX_DIMENSIONS = (1 << 31) - 1  # columns are int32
 _FAIR_SHARE = (
-    0.2  # minimum share of ``test`` in all samples, because some systems ship only a stub of it
+    0.2  # smallest fraction of samples from ``test``, because some systems ship only a stub of it
 )
 
 
@@ -46,15 +46,15 @@ def trigram_shard(
         dimensions: number of columns into which trigrams are hashed.
         rank: this rank.
         world_size: number of ranks; may exceed the number of rows.
-        rows: use only this many rows, from the start of the random order; default: all.
-        positive: name of the top-level package or module whose lines are +1.  Default: ``test``,
-            about half of all lines; if it is not shipped, all packages (modules are -1).
+        rows: use only this many rows, from the start of the random order; default: all rows.
+        positive: name of the top-level package or module whose lines are +1.  Default: ``test``, which
+            has about half of all lines; if it is not shipped, all packages (modules are -1).
         root: folder of the sources; default: this Python's standard library.
 
     Raises:
         ConfigurationError: there are fewer than ``rows`` rows, or none from ``positive``.
 
-    Cost: reading the sources (30 MB), then about a million trigrams per second.
+    Cost: reading the sources (30 MB), then hashing about a million trigrams per second.
 
     Example:
         >>> shard = trigram_shard(rows=1_000, rank=1, world_size=4)

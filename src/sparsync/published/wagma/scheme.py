@@ -4,10 +4,10 @@ The first rank to arrive starts the average for all ranks.  A late rank contribu
 published, and gets the result when it arrives.
 
 The ranks form a row, which is cut into groups of neighbours.  Before every step, the same permutation
-shuffles the row: rank r is at position ``r * stride**-step mod modulus``.  If P and S are powers of two,
-the stride is S and the modulus P - 1, so the multiplication rotates the bits of r.  This *is* Algorithm 1:
-step t merges along the ``log2 S`` bits that start at ``(t * log2 S) mod log2 P``.  Unlike bit rotation,
-multiplication works for any P.
+shuffles the row: rank r is at position ``r * stride**-step mod modulus``.  If P and S are powers of
+two, the stride is S and the modulus P - 1, so the multiplication rotates the bits of r.  This *is*
+Algorithm 1: step t merges along the ``log2 S`` bits that start at ``(t * log2 S) mod log2 P``.  Unlike
+bit rotation, multiplication works for any P.
 """
 
 from __future__ import annotations

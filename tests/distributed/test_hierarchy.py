@@ -655,5 +655,5 @@ def test_one_pass_that_breaks_off_ends_all():
         break_off(net, 2)
     error = message_of(train, net, range(2 + breaks, 6))
     assert error.startswith(("DeadlineError", "PeerError")), error
-    assert ("rank 1 begins step 2 again" in error) == breaks
+    assert ("rank 1 repeats step 2" in error) == breaks
     assert len({str(end.tolist()) for end in gathered(flat(net))}) == 1

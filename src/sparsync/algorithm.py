@@ -38,8 +38,8 @@ __all__ = [
 ]
 
 # Models with at least this many elements exchange 1 % of them. In a smaller model, delayed entries cost
-# more training steps, and sending fewer bytes saves less time. The density therefore grows as
-# elements ** -1.5, up to 1 at 46,415 elements.
+# more training steps, and sending fewer bytes saves less time. So the density grows as elements ** -1.5,
+# up to 1 at 46,415 elements.
 LARGE = 1_000_000
 USUAL_DENSITY = 0.01
 
@@ -264,8 +264,8 @@ def default_density(elements: int) -> float:
 def default_bits(elements: int) -> int:
     """Return the default bits per element for a model's updates: 2, and more for small models.
 
-    Rounding costs training steps, and a small model has few bytes to save.  An exchange therefore sends 8
-    or 4 bits per element if this makes at most ``LARGE`` bits in all (125 kB), and otherwise 2.
+    Rounding costs training steps, and a small model has few bytes to save.  So an exchange sends 8 or 4
+    bits per element if this makes at most ``LARGE`` bits in all (125 kB), and otherwise 2.
 
     Example:
         >>> [default_bits(n) for n in (5_000, 125_000, 150_000, 300_000, 25_000_000)]

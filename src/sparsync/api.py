@@ -138,7 +138,8 @@ def allreduce(
             values of this dtype.
         PeerError: ranks disagree on size, dtype, operation, algorithm, its options or k; or a peer died.
 
-    Cost: the cost of the algorithm, plus one small allgather in which ranks compare the call.
+    Cost: the cost of the algorithm, plus one small allgather, by which ranks check that they made the
+    same call.
 
     Example:
         >>> import torch
@@ -206,8 +207,8 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
             this communicator broke off.
         PeerError: ranks disagree on size or dtype, or a peer died.
 
-    Cost: ceil(log2 P) messages, in which every rank receives the bytes of all others, plus one small
-    allgather in which ranks compare the call and exchange lengths.
+    Cost: ceil(log2 P) messages; every rank receives the bytes of all others.  In addition, ranks compare
+    the call and exchange lengths in one small allgather.
 
     References: Renggli et al., SparCML, SC 2019, section 5.2.
 
@@ -223,7 +224,7 @@ def _alone() -> Communicator:
     """Return the communicator of a process that has no peers.
 
     Raises:
-        ConfigurationError: a launcher started several ranks, each of which would be alone.
+        ConfigurationError: a launcher started several ranks, and each of them would be alone.
     """
     here = detect()
     if here is not None and here.world_size > 1:
@@ -333,7 +334,7 @@ def _prepare(
 ) -> _Program[Reduced]:
     """Check the arguments and select entries.
 
-    Return a program in which ranks first compare the call, then reduce.
+    Return a program that first compares the call between ranks, then reduces.
     """
     given, operation = as_vector(vector), _operation(algorithm, op)
     operation.check(given.values.dtype)
@@ -390,7 +391,7 @@ def _prepare(
 
 
 def _prepare_gather(vector: Any) -> _Program[list[Vector]]:
-    """Check the vector; return a program in which ranks compare the call, then collect all vectors."""
+    """Check the vector; return a program that compares the call between ranks, then collects."""
     given, codec = as_vector(vector), StreamCodec()
     size, dtype = given.size, given.values.dtype
     if isinstance(given, SparseVector):

@@ -96,18 +96,18 @@ def attach(
         algorithm: for gradients, the name of a preset in any spelling ("budgeted", the default, "auto",
             "Ok-Topk", ...), or an ``Algorithm``, e.g. ``sparsync.presets.resolve("oktopk", cap=None)``.
             For updates, the name of a published method ("diloco", "sparseloco", ...), an ``OuterStep``,
-            or an algorithm for ``OuterStep`` to exchange with.  For updates, None sends 2 bits per
-            element: on each of the first 100 steps, then on every second step (``warmup_steps=200`` in
-            ``OuterStep``).  Below a million parameters, it sends up to 8 bits on every step
-            (``default_bits``).  With DDP, "auto" measures the group and chooses dense gradients if they
-            take fewer seconds per step, or hardly more.  It does not know how many steps either
-            exchange needs to reach a given loss.
+            or an algorithm for ``OuterStep`` to exchange with.  For updates, None exchanges 2 bits per
+            element, on every step for the first 100 steps and on every second step after that
+            (``OuterStep``'s ``warmup_steps=200``, divided equally between periods 1 and 2).  Below a
+            million parameters, it sends up to 8 bits on every step (``default_bits``).  With DDP, "auto"
+            measures the group and chooses dense gradients if they take fewer seconds per step, or hardly
+            more.  It does not know how many steps either exchange needs to reach a given loss.
         density: fraction k / n of every unit's entries that is exchanged, in (0, 1], if the algorithm
             selects entries.  None means 1 %, and more for models below a million parameters, up to 100 %
             at 46,000 parameters (``default_density``).  The group's first rank reports the choice once.
         exchange: "gradients", "updates", or "auto", which exchanges updates if an optimizer other than
-            SGD is given, or an ``algorithm`` that only exchanges updates.  The group's first rank reports
-            once what is exchanged and why, and how the optimizer's steps are treated.
+            SGD is given, or an ``algorithm`` that can exchange only updates.  The group's first rank
+            reports once what is exchanged and why, and how the optimizer's steps are treated.
         correction: momentum, decay and clipping, applied to local gradients before they are accumulated.
         replicate: the ranks that hold the same part of the model as this rank, as a one-dimensional mesh,
             e.g. ``mesh["replicate"]``, or as a process group.
@@ -140,9 +140,9 @@ def attach(
 
     Cost: one thread, one gloo process group, and zmq's sockets.  Memory for gradients: n elements for the
     residual and O(k + n / P) for an exchange (``benchmarks/memory.md``); a dense step needs 2 n more.
-    Memory for updates: 2 n elements, for the shared weights and the residual, and the messages of an
-    exchange, 0.2 n at the default's 2 bits.  ``OuterStep`` says which settings take more;
-    ``benchmarks/memory_gpt.md`` has measurements.
+    Memory for updates: 2 n elements for the shared weights and the residual, plus the messages of an
+    exchange (0.2 n at the default of 2 bits).  Some settings of ``OuterStep`` need more (see its
+    docstring); for measurements, see ``benchmarks/memory_gpt.md``.
     """
     # these imports are local, so that ``import sparsync`` does not load the engines
     from sparsync.accepted_optimizers import (

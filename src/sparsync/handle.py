@@ -332,8 +332,8 @@ class CommHook:
     """The state of DDP's communication hook; without a handle, the hook allreduces like plain DDP.
 
     ``register_comm_hook`` may be called only once per DDP reducer, and no method removes a hook.
-    Therefore ``close`` leaves the hook registered without a handle, and the next ``attach`` gives it a
-    new handle.
+    So ``close`` leaves the hook registered without a handle, and the next ``attach`` gives it a new
+    handle.
     """
 
     def __init__(self, model: DistributedDataParallel | None = None) -> None:

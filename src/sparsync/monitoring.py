@@ -35,8 +35,8 @@ class Monitor:
 
     ============================  =====================================================================
     bytes_sent, bytes_received    bytes of this rank in this step, headers included
-    imbalance                     bytes received over bytes sent, i.e. this rank's load over the mean
-                                  load if all ranks send the same number; absent if nothing was sent
+    imbalance                     bytes received / bytes sent: if all ranks send the same number, this
+                                  rank's load relative to the mean load; absent if nothing was sent
     density                       the intended k / n
     density_local, _delivered     fraction of entries selected on this rank, and fraction delivered
     density_reduced               fraction of entries in the total

@@ -125,8 +125,8 @@ class Transport:
 
     Attributes:
         name: "zmq" (its own sockets), "torch" (gloo), "mpi", or "auto": the fastest one (zmq).
-        timeout: seconds that any wait may take before ``backward()`` raises.  A rank may therefore pause
-            for this long.
+        timeout: seconds that any wait may take before ``backward()`` raises.  This is also how long a
+            rank may pause.
         curve_keys: folder with one certificate per rank; zmq then encrypts and authenticates.
         interface, port_range, advertise: settings of zmq's sockets, see ``sparsync.connect``.
         hierarchy: for DDP, average gradients densely inside a node on every step, and exchange sparse

@@ -68,7 +68,7 @@ class Unit:
     slots: tuple[Slot, ...]
     dtype: torch.dtype
     device: torch.device
-    dense: bool = False  # exchanged whole, whatever the algorithm
+    dense: bool = False  # exchanged whole, regardless of the algorithm
     output: bool = False  # the model's output layer, which some algorithms treat separately
 
     @property

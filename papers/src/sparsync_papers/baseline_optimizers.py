@@ -2,8 +2,7 @@
 
 ``attach`` sees gradients, so its residual consists of gradients and stays valid when the learning
 rate changes. Here, ranks accumulate and exchange the *update* ``lr * gradient`` ("update space";
-Ok-Topk, Algorithm 2). Each contribution to the residual is therefore scaled by the learning rate
-of its step.
+Ok-Topk, Algorithm 2). So each contribution to the residual is scaled by the learning rate of its step.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class Averager(Stateful):
 
     @abstractmethod
     async def average(self, comm: Communicator, vector: Tensor, step: int) -> Tensor:
-        """Return the model with which this rank continues after the 0-based local step ``step``.
+        """Return the model that this rank continues with after the 0-based local step ``step``.
 
         ``vector``, `[n]`, is this rank's model after its optimizer step; as in ``begin``, the caller must
         not change it afterwards.  An average every p steps is due when ``(step + 1) % p == 0``.
@@ -227,7 +227,7 @@ class Averager(Stateful):
         return 1
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return S (Q5), the number of ranks in non-global averages; by default, all ranks."""
+        """Return S (Q5), the number of ranks in each non-global average; by default, all ranks."""
         return world_size
 
     # ---- applied to a model -----------------------------------------------------------------------
@@ -280,8 +280,8 @@ class Averager(Stateful):
         averages that included this rank's model; ``models_per_average`` is the mean number of models in
         these averages.  ``stale_share`` is the fraction of them in which this rank's model was older than
         the average's step, and ``largest_staleness`` is the model's largest age in steps.
-        ``seconds_waited`` is the time for which ``step()`` waited for messages and other ranks.  The
-        bytes per step exclude ``finish`` and the comparison of the ranks before the first step.
+        ``seconds_waited`` is how long ``step()`` waited for messages and other ranks.  The bytes per
+        step exclude ``finish`` and the comparison of the ranks before the first step.
 
         Raises:
             ConfigurationError: the averager has no model.
@@ -539,8 +539,8 @@ class Accompanied(Averager):
     """The base class of schemes that use a companion, which works in the background during training.
 
     The companion computes in host memory.  Its messages are there anyway, and its thread is not
-    synchronised with the CUDA streams on which training writes to device memory.  A scheme therefore
-    copies its vector to the host, keeps its ``memory`` there, and returns a model on the vector's device.
+    synchronised with the CUDA streams on which training writes to device memory.  So a scheme copies its
+    vector to the host, keeps its ``memory`` there, and returns a model on the vector's device.
     """
 
     _comm: Communicator | None = None

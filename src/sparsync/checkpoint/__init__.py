@@ -8,8 +8,7 @@
            000008-step-00000400/...
 
 A file appears under its name only once it is completely on disk, and a folder is a checkpoint only if it
-contains the files of all ranks.  A crash or a full disk at any moment therefore leaves the last
-checkpoint intact.
+contains the files of all ranks.  The last checkpoint thus survives a crash or a full disk at any moment.
 """
 
 from sparsync.checkpoint.reshard import reshard

@@ -146,8 +146,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         CommunicationError: a rank has died, or took longer than the timeout.  The handle then exchanges
             nothing more: ``close()`` it, attach again, and load.
 
-    Cost: writes n elements per rank, and waits until they are on disk; five messages of 8 to 32 bytes,
-        or six if a replica is split over ranks.
+    Cost: a rank writes n elements, and waits until they are on disk.  It also takes five messages of 8
+        to 32 bytes, or six if a replica is split over ranks.
 
     Example:
         >>> import tempfile, torch

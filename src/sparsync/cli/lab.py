@@ -77,8 +77,8 @@ def default_burst(bits_per_second: int) -> int:
     A smaller bucket distorts wire times less.  But the bucket must last until timers and processes wake
     up, or the link does not reach its rate.  At 1 Gbit/s, a single stream reached 72 % of the rate with
     16 KB, 92 % with 32 KB, and 99 % with 64 KB; dense allreduce on overloaded cores reached 80 % with
-    64 KB, and 90 % with 128 KB.  The bucket therefore covers a millisecond, the typical delay with two
-    busy cores.  It also holds at least the first window of a TCP connection.
+    64 KB, and 90 % with 128 KB.  So the bucket covers a millisecond, the typical delay with two busy
+    cores.  It also holds at least the first window of a TCP connection.
 
     Example:
         >>> default_burst(1_000_000_000), default_burst(100_000_000)
@@ -194,7 +194,7 @@ class Lab:
         return max(self._rtt, _LEAST_QUEUE_SECONDS)
 
     def seat(self, rank: int) -> Seat:
-        """Return a rank's seat, with which a process enters the rank's namespace."""
+        """Return a rank's seat, which lets a process enter the rank's namespace."""
         self._open()
         return Seat(self._ranks[rank].path, self.address(rank))
 

@@ -191,7 +191,7 @@ def _apply(hints: dict[str, Any], given: dict[str, Any]) -> None:
 
 
 def check_fields(settings: Any) -> None:
-    """Refuse a dataclass instance in which a field breaks the rules of its annotation.
+    """Refuse a dataclass instance if a field breaks the rules of its annotation.
 
     Raises:
         ConfigurationError: a value breaks a rule; the message names the field.

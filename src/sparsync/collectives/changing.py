@@ -34,8 +34,8 @@ class Changing(Collective):
     single rank, after any number of exchanges; it is then delivered as if it had always been sent.
     Detecting such a buffer takes no extra round.
 
-    Cost: as ``Dense`` for the layers that change, plus 4 or 8 bytes for every other layer.  The first
-    exchange, and every exchange in which a layer starts to change, take a second allreduce.
+    Cost: as ``Dense`` for the layers that change, plus 4 or 8 bytes for every other layer.  A second
+    allreduce is needed in the first exchange and whenever a layer starts to change.
     State: the layers that change, equal on all ranks.   Differs from the paper: there is no paper.
 
     Example:

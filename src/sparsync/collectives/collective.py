@@ -56,7 +56,7 @@ class Collective(Stateful):
     Attributes:
         operation: the reduction.  Elements that a sparse vector does not store have the operation's
             neutral element as their value.
-        result: the kind of total, which determines the lower bound with which costs are compared.
+        result: the kind of total; it determines the lower bound that costs are compared with.
         by_runs: whether the collective reads a dense vector only through ``DenseVector.run``, never
             as a whole.
         order: order of the float additions.  "rank": the total is bit-identical to a left fold of the
@@ -70,7 +70,7 @@ class Collective(Stateful):
 
     @property
     def whole(self) -> bool:
-        """Whether the next call needs the whole vector, without selection."""
+        """Whether the next call takes the whole vector, so that no entries need to be selected."""
         return self.result == "whole"
 
     def explain(self) -> str | None:

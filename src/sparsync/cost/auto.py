@@ -29,8 +29,8 @@ class AutoState:
     """The current choice, and the candidates' factors, i.e. ratios of measured to predicted times.
 
     Only arithmetic changes the state, so ranks that get the same times make the same choice.  Until a
-    candidate has been used, its prediction is trusted.  Every candidate with enough predicted gain is
-    therefore tried once, and is then judged by its factor.
+    candidate has been used, its prediction is trusted.  So every candidate with enough predicted gain is
+    tried once; from then on, its factor decides.
 
     Example:
         >>> state = AutoState(choice=0, factors=(None, None))
@@ -41,7 +41,7 @@ class AutoState:
     """
 
     choice: int = -1  # index of the candidate in use; -1 before the first step
-    # k and the number of ranks for which the choice was planned; () before the first step
+    # k and the number of ranks that the choice was planned for; () before the first step
     planned: tuple[int, ...] = ()
     streak: int = 0  # consecutive comparisons in favour of a candidate that is not in use
     # the ratios of measured to predicted seconds; None for a candidate that was never measured

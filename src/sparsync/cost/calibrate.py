@@ -1,7 +1,6 @@
 """Measure the speed of a group's links and ranks by exercising the group itself.
 
-All ranks work at the same time.  If there are more ranks than cores, they are therefore as slow as in
-training.
+All ranks work at the same time, so if there are more ranks than cores, they are as slow as in training.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _DENSITY = 0.01  # k / n of the selections
 _REGIONS = 4  # number of regions of the vector, and of messages merged together
 # number of batches per kind of work, and the smallest number if time is short, besides one for warm-up
 _BATCHES, _AT_LEAST = 8, 3
-_SETTLED = 12  # steps in which the selector's threshold adapts to a residual that starts at zero
+_SETTLED = 12  # steps until the selector's threshold fits a residual that starts at zero
 _REHEARSAL = 0.2  # fraction of the time that is spent on whole exchanges
 _REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns are nearly all of its cost
 _LEAST, _MOST = 8, 50  # limits on the number of rehearsed exchanges

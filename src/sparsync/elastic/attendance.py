@@ -425,7 +425,7 @@ class Attendance:
         return rates % _EXACT, lr, weights % _EXACT
 
     def _check_alike(self) -> None:
-        """Refuse rates and weights unless they equal those of the longest-contributing rank.
+        """Refuse rates and weights that differ from those of the rank that has contributed longest.
 
         If there are several such ranks, the lowest one decides.  Ranks that do not contribute yet are
         not compared.
@@ -436,8 +436,8 @@ class Attendance:
         me, told = self.reducer.comm.rank, self.members.told.tolist()
         if not told[me][0]:
             return
-        # The longest-contributing rank decides, not the majority: newcomers with a wrong schedule must
-        # end even if they are many.
+        # The rank that has contributed longest decides, not the majority: newcomers with a wrong
+        # schedule must stop, even if they outnumber the others.
         counted = [rank for rank, (counts, *_) in enumerate(told) if counts]
         first = min(counted, key=lambda rank: (told[rank][-1], rank))
         _, rates, lr, weights, _ = told[me]

@@ -3,8 +3,8 @@
 The rank fetches a copy of a peer's state.  It keeps all averages since the step in which the fetch began.
 Then it applies them to the copy as its peers did, so its weights equal theirs, bit for bit.
 
-If gradients are exchanged, the rank keeps those that were given to its optimizers.  It repeats the steps
-of the donor's optimizers with them, in the same order and with the same learning rates.
+If gradients are exchanged, the rank keeps the gradients that its optimizers are given.  With them, it
+repeats the steps of the donor's optimizers, in the same order and with the same learning rates.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ class PresentRanks(Ranks):
 
     def _is_late(self) -> bool:
         """Return whether this rank has left without the program's knowledge."""
-        # Drop one backward pass without an error, so that the program can read ``sync.left`` after this
-        # step.  ``Membership.check_here`` refuses the next step.
+        # Drop one backward pass silently, so that the program can read ``sync.left`` after this step.
+        # ``Membership.check_here`` refuses the next step.
         if not self.membership.gone:
             return False
         # autograd's private number identifies the backward pass, as in ``ParameterSource``; PyTorch has

@@ -11,7 +11,7 @@ roll:
 * if any rank has committed, then all ranks were prepared; those that have not committed now do so;
 * if no rank has committed, all ranks exchange their accumulated gradients once more, in the new group.
 
-A step is therefore applied by all remaining ranks or by none, its gradients count once, and residuals
+Either way, a step is applied by all remaining ranks or by none, its gradients count once, and residuals
 match the ranks that took part.  The residual of a killed rank is lost.
 
 If a rank commits and is then cut off, the other ranks may redo the step without it.  When the rank

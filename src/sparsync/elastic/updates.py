@@ -268,8 +268,8 @@ class PresentUpdateRanks(UpdateRanks):
             PeerError: this rank has left.
         """
         with self.membership.turns.step():
-            # This rank left between two steps, and the program does not know yet.  Therefore this step is
-            # not exchanged, and only the next step is refused.
+            # If this rank left between two steps, the program does not know yet.  So skip the exchange
+            # of this step, and refuse only the next step.
             if self.membership.gone and not self._knows:
                 self._knows = True
                 yield False

@@ -1,7 +1,7 @@
 """Detect weights that something other than a step has changed, e.g. a checkpoint loaded after ``attach``.
 
-An update is a difference of weights.  If one rank loads weights, the difference from its old weights
-would therefore be delivered to its peers as an update.
+An update is a difference of weights.  So if one rank loads weights, the difference from its old weights
+would be delivered to its peers as an update.
 """
 
 from __future__ import annotations

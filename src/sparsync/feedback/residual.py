@@ -41,8 +41,8 @@ class Residual:
     The residual is float32 if gradients have 16 bits.  A bfloat16 residual 256 times as large as a
     gradient would not change when the gradient is added, so mass would vanish.
 
-    Memory: n elements; while a step is open, 8 bytes per collected entry, and a copy of 16-bit gradients
-    in float32.  A gradient that exists only in runs (``accumulate_later``) takes no memory.  With
+    Memory: n elements.  While a step is open, also 8 bytes per collected entry, and a float32 copy of
+    16-bit gradients.  A gradient that exists only in runs (``accumulate_later``) takes no memory.  With
     ``on_host``, the elements live in host memory, and runs are copied to ``device`` and back.
     """
 

@@ -1,9 +1,9 @@
 """Split k among units, so that all units together select about the global top-k.
 
-When a unit's exchange begins, the magnitudes in the other units are not known yet.  The unit therefore
-uses the share that, in hindsight, it should have had in the previous step.  To find the shares, all ranks
-add up one small histogram per unit, which counts the entries that they would have liked to select.  The
-shares always sum to k.
+When a unit's exchange begins, the magnitudes in the other units are not known yet.  So the unit uses the
+share that, in hindsight, it should have had in the previous step.  To find the shares, all ranks add up
+one small histogram per unit, which counts the entries that they would have liked to select.  The shares
+always sum to k.
 
 In the first steps of a small model, thresholds change fastest.  Even then, entries selected by shares
 have 97 % of the energy of the global top-k on average.  With equal densities, they have less than 90 %

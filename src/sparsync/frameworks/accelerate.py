@@ -76,8 +76,8 @@ def attach(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> 
 class _Loading:
     """An ``Accelerator.load_state`` that also resumes attached models, until the last one is closed.
 
-    Accelerate's own hooks receive the folder, but run before the weights are loaded.  Therefore a hook
-    only records the folder, and this replacement of ``load_state`` resumes once the weights are loaded.
+    Accelerate's own hooks receive the folder, but run before the weights are loaded.  So a hook only
+    records the folder, and this replacement of ``load_state`` resumes once the weights are loaded.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

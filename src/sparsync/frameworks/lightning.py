@@ -51,12 +51,12 @@ class SparsyncCallback(Callback):
     A module with several optimizers uses manual optimization, and needs
     ``strategy="ddp_find_unused_parameters_true"``.  If gradients are exchanged, every
     ``manual_backward`` is a step, and also delivers residuals to the parameters of the other optimizers.
-    Therefore call ``zero_grad`` after an optimizer's ``step()``; a call before ``manual_backward`` would
-    erase delivered residuals.  If updates are exchanged, only the last optimizer's steps count as local
-    steps, and the Trainer validates the weights that all ranks share.
+    So call ``zero_grad`` after an optimizer's ``step()``; a call before ``manual_backward`` would erase
+    delivered residuals.  If updates are exchanged, only the last optimizer's steps count as local steps,
+    and the Trainer validates the weights that all ranks share.
 
     Lightning does not pass a checkpoint's path to callbacks, and lets only rank 0 write checkpoints.
-    Until ``close()``, the callback therefore replaces the strategy's ``save_checkpoint`` and
+    So until ``close()``, the callback replaces the strategy's ``save_checkpoint`` and
     ``remove_checkpoint``, which all ranks call.  It also replaces the strategy's ``on_train_end``, which
     is called after all callbacks, including callbacks that average weights.
     """

@@ -25,7 +25,7 @@ __all__ = ["Bucket", "BucketStep", "Places"]
 
 @final
 class Places:
-    """The places of one bucket's gradients in the units; if ``joined``, small parameters form runs.
+    """Where one bucket's gradients lie in the units; ``joined`` merges adjacent small parameters.
 
     Raises:
         ConfigurationError: a parameter of the bucket belongs to no unit.

@@ -130,8 +130,8 @@ class BucketSource(Source):
     """Passes the gradients in DDP's buckets to the steps.
 
     DDP knows only the parameters that it was built with, and exchanges once per forward pass.  Any other
-    gradient would stay on its rank, and replicas would drift apart unnoticed.  Therefore the model is
-    checked on every forward pass, and every gradient on arrival.
+    gradient would stay on its rank, and replicas would drift apart unnoticed.  So the model is checked
+    on every forward pass, and every gradient on arrival.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class BucketSource(Source):
         """Accumulate a bucket; submit the exchanges of the units that it completes."""
         # All ranks must submit exchanges in the same order, or they would deadlock.  DDP ensures this:
         # all ranks have the same buckets as rank 0, and DDP calls the hook in the order of bucket
-        # numbers, whatever the order in which gradients arrive.
+        # numbers, in whatever order gradients arrive.
         if bucket.index() == 0:
             self._open = BucketStep(self._steps.units)
             self._exchanged = False  # also reset here: the hook may run before any gradient arrives

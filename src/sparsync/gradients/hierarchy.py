@@ -198,8 +198,8 @@ class NodeReducer:
 
     def commit(self, *, propagate_nonfinite: bool = False) -> list[Vector]:
         """Commit the step on all ranks of the node or on none; return whole averages."""
-        # Parts are gathered in ``prepare``, after the consensus and before any residual is written.  If
-        # gathering fails, the step can therefore still be undone.
+        # Parts are gathered in ``prepare``, after the consensus and before any residual is written.  So
+        # if gathering fails, the step can still be undone.
         averages: list[Vector] = []
         parts = self.reducer.commit(
             propagate_nonfinite=propagate_nonfinite,

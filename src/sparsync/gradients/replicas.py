@@ -243,7 +243,7 @@ class ParameterSource(Source):
             self._note_first_weights()
 
     def _note_first_weights(self) -> None:
-        """Record the weights with which replicas begin, before a forward pass writes to them.
+        """Record the weights that replicas begin with, before a forward pass writes to them.
 
         ``Embedding(max_norm=...)`` shortens the rows that a batch reads, and these rows differ between
         ranks.  Weights that are loaded after a forward pass are recorded again.
@@ -269,8 +269,8 @@ class ParameterSource(Source):
 
     def on_gradient(self, parameter: Tensor) -> None:
         """Count a gradient; exchange the units whose turn has come."""
-        # a gradient that is not exchanged now accumulates in ``parameter.grad``, and a later pass
-        # exchanges the sum
+        # if a gradient is not to be exchanged yet, leave it in ``parameter.grad``, where it accumulates;
+        # a later pass exchanges the sum
         if not self._fsdp.admits(parameter) or self._paused:
             return
         this = self._present_step()
@@ -425,9 +425,9 @@ class ParameterSource(Source):
 class ReplicaStep(Step):
     """One step, which takes gradients out of ``parameter.grad``, so that nothing else changes them.
 
-    Units start in the same order on all ranks, whatever the order in which gradients arrive.  Otherwise
-    ranks would wait for units that their peers have not started.  The last unit comes first, because
-    gradients mostly arrive in this order.
+    Units start in the same order on all ranks, in whatever order gradients arrive.  Otherwise ranks
+    would wait for units that their peers have not started.  The last unit comes first, because gradients
+    mostly arrive in this order.
 
     Attributes:
         task: the number of autograd's task in which the step was opened.

@@ -188,8 +188,8 @@ class Fsdp:
         self._kept = {
             kept.sharded_param: kept for group in self._groups for kept in group.fsdp_params
         }
-        # over gloo, FSDP2 adds gradients up instead of averaging them, without an error (measured, also
-        # without sparsync)
+        # over gloo, FSDP2 silently sums gradients instead of averaging them (measured, also without
+        # sparsync)
         sums = any(
             sharded.device.type == "cpu" and len(_ranks(sharded)) > 1 for sharded in self._group_of
         )

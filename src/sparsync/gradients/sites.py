@@ -35,7 +35,7 @@ _SMALLEST, _FACTOR, _LARGEST = (
     4,
     1 << 18,
 )  # bytes of the smallest message, factor from size to size, bytes of the largest message
-# round-trips to a rank, of which the fastest counts; a further one, uncounted, warms up
+# round-trips to a rank; the fastest counts, and an additional one before them warms up
 _TRIPS: Final = 3
 _SECONDS: Final = 5.0  # a larger size is started only if it will probably end within this time
 _PHASE: Final = "sites"

@@ -1,8 +1,7 @@
 """Magnitude keys: integers that order floats by magnitude, on any device.
 
 The key of x consists of the bits of ``|x|``, read as an integer.  Keys order finite floats like ``abs``,
-with Inf above them and NaN above Inf.  A NaN is therefore always selected and noticed, never lost
-silently.
+with Inf above them and NaN above Inf.  So a NaN is always selected and noticed, and never lost silently.
 """
 
 from __future__ import annotations

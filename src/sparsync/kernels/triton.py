@@ -173,8 +173,8 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Sum streams by adding each to a dense vector, in a separate launch.
 
-    Indices are unique within a stream, and launches run in order.  Therefore no addition needs to be
-    atomic, and every sum is a left fold.
+    Indices are unique within a stream, and launches run in order.  So no addition needs to be atomic,
+    and every sum is a left fold.
 
     Cost: three passes over the ``size`` elements of the region and 4 bytes of memory for each of them;
     one host synchronisation.

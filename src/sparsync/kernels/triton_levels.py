@@ -55,7 +55,7 @@ def decode_levels_(
 
     There are at most two terms; the first may be ``into``.  ``messages`` are rows of bytes.
 
-    Cost: one pass, in which a sum of messages stays in registers.
+    Cost: one pass; a sum of messages stays in registers.
     """
     n, (bits, block, _, _, table) = into.numel(), levels
     count, length = messages.shape

@@ -22,11 +22,11 @@ class Blockwise(Selector):
     """Selects the ``entries`` of largest magnitude from every ``block`` consecutive elements.
 
     A block with fewer nonzero elements contributes fewer; ties go to the lower index.  The last, shorter
-    block contributes its share of ``entries``, rounded, but at least one.  The number of selected
-    entries therefore depends on n, not on k.  With ``entries=None``, it is at least ``min(k, n)``.  If
-    the density amounts to a whole number of entries per block, it exceeds k by at most one, because the
-    last block's share is rounded; otherwise, it may exceed k by one per block.  A collective with a cap
-    of 1 then sends only the k largest.
+    block contributes its share of ``entries``, rounded, but at least one.  So the number of selected
+    entries depends on n, not on k.  With ``entries=None``, it is at least ``min(k, n)``.  If the density
+    amounts to a whole number of entries per block, it exceeds k by at most one, because the last block's
+    share is rounded; otherwise, it may exceed k by one per block.  A collective with a cap of 1 then
+    sends only the k largest.
 
     Args:
         entries: entries per block; by default the smallest number that selects k (``per_block``).  If k

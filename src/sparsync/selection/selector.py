@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 # The number of entries to collect, in units of k.  Error feedback accumulates entries right below the
-# threshold: 1.4 k entries reach 99 % of it, 2 k about 95 %, 5.3 k 90 %.  Even a slightly stale threshold
-# therefore selects far too many or too few, and no fixed margin suits all steps.
+# threshold: 1.4 k entries reach 99 % of it, 2 k about 95 %, 5.3 k 90 %.  So even a slightly stale
+# threshold selects far too many or too few, and no fixed margin suits all steps.
 _AIM = 2.0
 _NARROWEST, _WIDEST = 1 / 256, 2.0  # limits of the gap, in octaves
 

@@ -1,8 +1,8 @@
 """Actors: state machines that answer messages while their rank computes.
 
 An actor has no threads, sockets or clocks.  Its host passes messages and the time to it, and sends its
-replies.  The same actor can therefore run on a thread alongside training (``ZmqHost``) and in the
-simulator, where every interleaving can be replayed.
+replies.  So the same actor can run on a thread alongside training (``ZmqHost``) and in the simulator,
+where every interleaving can be replayed.
 """
 
 from __future__ import annotations

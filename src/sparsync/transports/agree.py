@@ -218,7 +218,7 @@ async def tell(comm: Communicator, text: str, nbytes: int, phase: str) -> list[s
 async def texts_of(comm: Communicator, text: str, phase: str) -> list[str]:
     """Return all ranks' texts, which may have any length.
 
-    Cost: an allgather of 8 bytes.  Unless all texts are empty, a second allgather follows, in which each
+    Cost: an allgather of 8 bytes.  Unless all texts are empty, a second allgather follows; in it, each
     rank sends as many bytes as the longest text has.
     """
     lengths = await comm.allgather(torch.tensor([len(text.encode())], device="cpu"), phase)

@@ -160,9 +160,9 @@ class Communicator(ABC):
         """Return a context for one exchange, which refuses to start if an earlier exchange broke off.
 
         If an exchange breaks off, every rank stops at a different point.  Its messages may still arrive,
-        and the next exchange would take them for its own.  This context therefore records the error.
-        Errors that all ranks raise together, after they have received all messages, do no harm and are
-        not recorded.
+        and the next exchange would take them for its own.  To prevent this, the context records the
+        error.  Errors that all ranks raise together, after they have received all messages, do no harm
+        and are not recorded.
         """
         self.check_whole()
         try:

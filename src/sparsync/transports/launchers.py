@@ -221,7 +221,7 @@ def destroy_process_group() -> None:
     gloo's threads release the tensors of the last call shortly after the call has returned, and need the
     interpreter to do so.  If the interpreter is exiting by then, the process aborts ("terminate called
     without an active exception").  The threads end when the last reference to their group is dropped.
-    This function therefore also collects reference cycles; do not keep a reference to the group.
+    So this function also collects reference cycles; do not keep a reference to the group.
     """
     dist.destroy_process_group()
     # If a DDP model holds the last reference, its destructor (torch 2.13) joins these threads without

@@ -59,7 +59,7 @@ class MpiCommunicator(Communicator):
     Args:
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None for ``COMM_WORLD``.
         timeout: seconds that any wait may take before it fails with an error.
-        spin: seconds for which a wait polls without pauses, before it starts to sleep between checks.
+        spin: how many seconds a wait polls without pauses, before it starts to sleep between checks.
             The default is about the time that a small message takes when ranks outnumber the cores.
 
     Raises:
@@ -280,7 +280,7 @@ class _Request(Operation):
     Args:
         start: calls MPI; the request that it returns keeps the buffers alive.
         finish: takes the status and returns the result; None if there is no result.
-        receiving: whether the request is a receive, and may therefore be cancelled.
+        receiving: whether the request is a receive; only receives may be cancelled.
         late: whether to start only at the first wait.  All ranks must start an MPI communicator's
             collectives in the same order.  If several channels are in flight, a rank waits only for the
             oldest, which is the same one on all ranks.

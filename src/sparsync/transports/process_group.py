@@ -383,8 +383,7 @@ class RollCall:
     """Finds out which ranks are missing after a native collective has failed; gloo does not say.
 
     A rank whose exchange has failed reports this in the group's store; a dead or stuck rank does not.
-    Live ranks may report late.  The missing ranks therefore include the one to blame, but possibly also
-    others.
+    Live ranks may report late, so the missing ranks may include others besides the one to blame.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int) -> None:

@@ -62,7 +62,7 @@ _PREFIX: Final = "sparsync/meetings"
 _CARD_BYTES: Final = 512  # limit on a card sent over a communicator, e.g. a host name
 _WRONG: Final = "cannot take part"  # key in a card for the reason why a rank cannot take part
 _COMPLAINT: Final = 180  # limit on the characters of this reason if sent over a communicator
-_BYE: Final = 20.0  # seconds for which a rank that cannot take part waits for the others
+_BYE: Final = 20.0  # a rank that cannot take part waits for the others for this many seconds
 
 
 def store_of(group: dist.ProcessGroup | None) -> Store:
@@ -454,7 +454,7 @@ def way_to(host: str) -> str:
     if not is_loopback(own):
         return own
     # A hosts file may map a host's own name to 127.0.1.1, an address at which ranks on other machines
-    # cannot reach this rank.  Loopback is therefore used only if all ranks are on this machine.
+    # cannot reach this rank.  So use loopback only if all ranks are on this machine.
     numbers = [os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     alone = (
         host == "localhost" or is_loopback(host) or (None not in numbers and len({*numbers}) == 1)

@@ -50,7 +50,7 @@ class Contributions:
     Weights are applied before an update is rounded, so the undelivered mass in a residual is already
     weighted, however many samples other ranks see later.  (Sending the counts along with the updates and
     dividing afterwards would save a round.  But undelivered mass would then be divided by the counts of
-    the period in which it is delivered: after a short last batch, it could count ten times.)
+    the period that delivers it: after a short last batch, it could count ten times.)
 
     The first exchange determines whether any rank counts; if none does, no more counts are sent.  A
     ``finish`` before the first exchange determines nothing, unless a rank has counted.
@@ -59,7 +59,7 @@ class Contributions:
     rank's own weights include the residual divided by this weight, so that the rank's own steps count
     once.
 
-    Cost: 8 bytes per fragment and rank, one round before an exchange.
+    Cost: one round before an exchange, with 8 bytes per fragment and rank.
     State: ``state_dict()``, of this rank.
 
     Attributes:
@@ -72,7 +72,7 @@ class Contributions:
     def __init__(self, *, weighs: bool | None = False) -> None:
         self.weighs, self.ranks = weighs, 0.0
         # Fragments are exchanged at different times, and each counts from its own last exchange.
-        # Therefore ``_sent`` stores, for each fragment, the total at its last exchange.
+        # So ``_sent`` stores, for each fragment, the total at its last exchange.
         self._kind, self._total = 0, 0.0
         self._sent: list[float] = []
         self.shown: list[float] = []

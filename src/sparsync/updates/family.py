@@ -46,8 +46,8 @@ OUTER_SETTINGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # later: on average after a quarter of a step with two bits, and after a whole step with one
         # bit. Late updates raise the loss, by 0.5 % with two bits and by 1.4 % with one, on a transformer
         # of 1.3 million elements after 1,000 steps. At first, weights change fastest, and rounding errors
-        # are as large as the updates. Updates are therefore exchanged on every step during the first half
-        # of the warm-up (100 steps). With one bit on every second step, smaller models lose up to 9 % (a
+        # are as large as the updates. So updates are exchanged on every step during the first half of
+        # the warm-up (100 steps). With one bit on every second step, smaller models lose up to 9 % (a
         # vision transformer of 152,074 elements), so they send more bits (benchmarks/schedules.md). A
         # delay would hide the exchange, but raised the loss by 1.5 to 5 % in trials
         # (docs/design-notes.md).

@@ -70,11 +70,11 @@ class GradientNoise:
 
     *Measurement.*  Ranks average a few numbers per parameter, which travel with the model's buffers and
     cost no extra round.  These numbers are sums p of the gradient's elements with random signs, for
-    which ``E |p|^2 = |g|^2``, whatever the distribution of the elements.  (A sample of elements would
-    not suffice, because a few elements contribute most of the squares.)  A rank's own squares are
+    which ``E |p|^2 = |g|^2``, regardless of how the elements are distributed.  (A sample of elements
+    would not suffice, because a few elements contribute most of the squares.)  A rank's own squares are
     computed from the same sums, so chance affects numerator and denominator alike.  Squares are
-    remembered for as long as Adam's v remembers them.  At first, v consists of a few gradients that
-    were equal on all ranks.  Until v has forgotten these gradients, steps are lengthened too much.
+    remembered for as long as Adam's v remembers them.  At first, v consists of a few gradients that were
+    equal on all ranks.  Until v has forgotten these gradients, steps are lengthened too much.
 
     *Why ranks must cooperate.*  A single rank's first moment reveals which part of the gradient *lasts*.
     It does not reveal a part that all ranks share but whose sign changes from step to step.  At every
@@ -88,8 +88,8 @@ class GradientNoise:
 
     *Rows.*  In an embedding, and in an output layer over its tokens, the share differs from row to row.
     The row of a rare token has gradients on one rank at a time (share 1 / P), and the row of a common
-    token has gradients on all ranks.  These matrices are therefore also measured ``by_rows``, with one
-    random sum per row.  Otherwise the rows of common tokens would decide the length of all steps.
+    token has gradients on all ranks.  So these matrices are also measured ``by_rows``, with one random
+    sum per row.  Otherwise the rows of common tokens would decide the length of all steps.
 
     *Steps.*  Some optimizers make steps whose length does not depend on the size of the gradient
     (``step_length.lengthen``).  For these, steps are measured in the same way instead of gradients.
@@ -108,8 +108,9 @@ class GradientNoise:
             empty until the first measurement.
         steps: the last steps of the parameters in ``by_steps``.
 
-    Cost: 66 numbers per parameter and 2 per row in an exchange, copied to the host once; one pass over
-    the gradients, and a second pass over those in ``by_rows``; 24 bytes per row.
+    Cost: an exchange carries 66 numbers per parameter and 2 per row, which are copied to the host once.
+    Measuring takes one pass over the gradients, and a second pass over those in ``by_rows``.  Each row
+    takes 24 bytes of memory.
     State: ``state_dict()``, equal on all ranks.
 
     References: McCandlish et al., `An Empirical Model of Large-Batch Training
@@ -346,9 +347,9 @@ def _row_sums(gradient: Tensor, draw: torch.Generator) -> Tensor:
 def _quotients(of_average: Tensor, of_ranks: Tensor, otherwise: float = 1.0) -> Tensor:
     """Return shares, i.e. quotients of squares, or ``otherwise`` for parameters without a gradient."""
     shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), otherwise)
-    # Transports add in different orders, so the last bit of a sum differs, which must not affect the
-    # steps. Shares are therefore rounded to 64 values per octave: training over MPI is
-    # bit-identical to training over gloo unless a share falls right between two of these values.
+    # Transports add in different orders, so sums differ in the last bit. To keep steps unaffected,
+    # shares are rounded to 64 values per octave: training over MPI is bit-identical to training over
+    # gloo unless a share falls right between two of these values.
     return (shares.log2() * 64).round().div(64).exp2().clamp(max=1.0)
 
 

@@ -209,7 +209,7 @@ class OuterEngine(Stateful):
     def _due(self, step: int) -> list[int]:
         """Return the fragments whose period ends with local step ``step``."""
         # The result depends only on the step and on the last exchange, which all ranks made together.
-        # All ranks therefore start the same exchanges after the same step, without a message.
+        # So all ranks start the same exchanges after the same step, without a message.
         if step < self.settings.warmup_steps:
             return (
                 list(range(len(self.layout.fragments) or 1)) if step in self.settings.warm else []
@@ -603,9 +603,9 @@ class OuterEngine(Stateful):
         return share_of(*(torch.stack(these) for these in (norms[::2], norms[1::2])))
 
     def _pieces(self, exchange: Exchange, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Yield the tensors that form a part of the weights with which an exchange started.
+        """Yield the tensors that form a part of the weights at the start of an exchange.
 
-        The tensors have the form in which ``Weights.pieces`` yields them.
+        They have the same form as the tensors from ``Weights.pieces``.
         """
         if exchange.weights is None:
             return self._weights.pieces(place)

@@ -1,4 +1,4 @@
-"""The settings of an outer step.  ``family`` has the settings of the default and published methods."""
+"""The settings of an outer step; ``family`` lists those of the default and of published methods."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class OuterStep:
 
     Cost: one exchange of the algorithm every ``period`` steps.  Memory: 2 n elements for the residual and
     the shared weights, and n more with momentum.  An exchange by ``quantised`` works in runs of 1 MB (64
-    on an accelerator) and holds its messages, i.e. 3 n elements at the width at which they are sent.
+    MB on an accelerator).  It also keeps its messages in memory: 3 n elements at the width that is sent.
     Other algorithms and ``dct`` take n more elements, and ``delay`` takes three times the largest
     fragment.
     State: ``memory`` with the vectors ``shared`` and ``momentum``; ``OuterState``; the reducer's state.
@@ -258,7 +258,7 @@ class OuterStep:
         return layout
 
     def described(self) -> dict[str, Any]:
-        """Return the settings in which published methods differ, as plain values."""
+        """Return the settings that differ between published methods, as plain values."""
         names = ("fragments", "delay", "warmup_steps", "residual", "outer_lr", "momentum")
         more = ("nesterov", "residual_decay", "noise_correction", "dct", "sign")
         return {

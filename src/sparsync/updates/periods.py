@@ -30,8 +30,8 @@ class AdaptivePeriod:
     The drift is relative to the weights, not to the length of the average update.  Relative to the
     update, it would *fall* as the period grows, because common steps add up faster than noise.  A rule
     that bounded such a drift would drive the period to an extreme.  The length of a step is proportional
-    to the learning rate, and noise grows with the root of the number of steps.  A constant drift
-    therefore keeps ``lr^2 H`` constant: the period grows as the rate is lowered.
+    to the learning rate, and noise grows with the root of the number of steps.  So a constant drift
+    keeps ``lr^2 H`` constant: the period grows as the rate is lowered.
 
     Args:
         drift: the limit, > 0, e.g. 0.02; ``stats()["drift"]`` is the last measured drift.

@@ -93,7 +93,7 @@ def lengthen(
     """Lengthen the last step, so that the average over ranks is as long as a single rank's step.
 
     Over P ``ranks``, the average step of a parameter has k times the squared length of a single rank's
-    step.  k is the parameter's share (``GradientNoise``).  This function therefore adds:
+    step.  k is the parameter's share (``GradientNoise``).  So this function adds:
 
         w += step (1 / sqrt(k) - 1),    1 / P <= k <= 1
 

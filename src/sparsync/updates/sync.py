@@ -89,7 +89,7 @@ class UpdateRanks(ABC):
     """The ranks that exchange updates.
 
     Attributes:
-        membership: the presence of this rank, through which it may leave.
+        membership: this rank's membership, which lets it leave.
         asked: whether ranks ask each other which weights they begin with; if so, all of them must do so
             together.
     """
@@ -328,7 +328,7 @@ class UpdateSync(Handle):
                 noise.hold(optimizer)
 
     def _note_start(self) -> None:
-        """Before the first step, record the weights with which this rank begins.
+        """Before the first step, record the weights that this rank begins with.
 
         This happens before the rank's first batch, because SAM changes weights, and so do layers that
         initialise themselves on the first batch.  Other ranks are asked later (``_check_start``), because
@@ -659,7 +659,7 @@ class UpdateSync(Handle):
         return self._own.shared()
 
     def _loaded_start(self) -> Tensor | None:
-        """Return the shared weights with which this rank begins if it has loaded any; otherwise None."""
+        """Return the shared weights that this rank begins with if it has loaded any; otherwise None."""
         if not self._begins:
             return None
         # the record is valid unless the program has replaced the weights since, e.g. from a checkpoint

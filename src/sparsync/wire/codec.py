@@ -312,7 +312,7 @@ def decode_as(codec: Codec[V], message: Tensor, size: int, dtype: torch.dtype) -
 
 
 def check_dtype(codec: Codec[Any], message: Tensor, dtype: torch.dtype) -> None:
-    """Refuse a message whose dtype is not the one in which this rank sends values of ``dtype``."""
+    """Refuse a message unless it has the dtype that this rank sends for values of ``dtype``."""
     _check_dtype(codec.read_header(message).dtype, codec.header(0, 0, dtype).dtype)
 
 

@@ -235,7 +235,7 @@ class StreamCodec(Codec[Vector]):
         return twin
 
     def limit(self, size: int, dtype: torch.dtype) -> int | None:
-        """Return the largest number of entries with which a vector stays sparse; None for no limit."""
+        """Return how many entries a vector may have and still stay sparse; None for no limit."""
         if self.factor is None:
             return None
         if (size, dtype) not in self._limits:
@@ -257,7 +257,7 @@ class StreamCodec(Codec[Vector]):
         return codec.encode(vector)
 
     def decode(self, payload: Tensor, size: int) -> Vector:
-        """Decode one whole message into the form in which it was sent."""
+        """Decode one whole message; the result has the form in which the vector was sent."""
         return self._codec_of(Header.read(payload)).decode(payload, size)
 
     def parts(self, nnz: int, size: int, dtype: torch.dtype) -> Parts:

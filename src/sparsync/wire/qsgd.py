@@ -208,7 +208,7 @@ class SparseQsgd(_Quantised[SparseVector]):
 
     Cost: as ``Qsgd``, plus the indices of ``Packed``.   State: none.
     Differs from the paper: as ``Qsgd``; SparCML quantises only dense messages (section 6), although its
-    Algorithm 1 reads as if sparse ones were quantised as well.
+    Algorithm 1 reads as if it also quantised sparse ones.
 
     Example:
         >>> v = SparseVector.from_dense(torch.tensor([0.0, 7.0, -3.0, 0.0]))

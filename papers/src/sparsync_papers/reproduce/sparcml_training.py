@@ -28,7 +28,7 @@ from sparsync_papers.reproduce.one_process import (
 _BLOCK = 512  # size of the blocks; k elements are selected from each one (section 8.3)
 _STEPS = 600
 _TUNING_STEPS = 300  # Figure 6: steps of dense training, then as many with each method
-_WIDE_STEPS = 1500  # Figure 5, in which an entry waits about 500 steps to be sent
+_WIDE_STEPS = 1500  # Figure 5, where an entry waits about 500 steps to be sent
 _LARGE = 4096  # smallest number of elements of a compressed layer; these models' layers are small
 _LEARNT = 0.5  # below this accuracy, there is nothing to compare
 _NOISE = 0.02  # difference in accuracy between seeds, on 359 images

@@ -81,8 +81,8 @@ class Method:
     Attributes:
         name: the name in ``benchmarks/frontier.md``.
         recipe: the recipe that determines the number of steps.
-        optimizers: the optimizers with which the method was measured.
-        use: the code or option with which a user selects the method.
+        optimizers: the optimizers that the method was measured with.
+        use: the code or option that selects the method.
         bits: bits per exchanged element; 32 means gloo's allreduce.
         block: number of elements that share a scale, if values have few bits.
         fragments: number of parts of the model, which are exchanged one after another in a period.

@@ -213,7 +213,7 @@ class Ctc(Objective):
         return self._nats(outputs, targets) / len(outputs)
 
     def judge(self, model: nn.Module, inputs: Tensors, targets: Tensors) -> Evaluation:
-        """See ``Objective``; a hit is an utterance without any error."""
+        """See ``Objective``; a hit is an utterance transcribed without error."""
         logits, (letters, counts, frames) = outputs_of(model, inputs), targets
         assert isinstance(logits, Tensor)
         said = [

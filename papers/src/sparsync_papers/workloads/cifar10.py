@@ -1,7 +1,7 @@
 """CIFAR-10 (60,000 colour images of 32 x 32 pixels in ten classes) and its classifiers.
 
-The files of the Python version are pickles, which can make the reader call any function. This
-module therefore refuses every name except the few that are needed to rebuild an array of bytes.
+The files of the Python version are pickles, which can make the reader call any function. So this module
+refuses every name except the few that are needed to rebuild an array of bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""BERT on Wikipedia: pairs of passages in which some tokens are masked.
+"""BERT on Wikipedia: pairs of passages with some tokens masked.
 
 A text file has one sentence per line, and empty lines between documents.
 """

@@ -129,7 +129,7 @@ def random_box(
 
 
 def centre_box(width: int, height: int, *, share: float = 224 / 256) -> Box:
-    """Return the central square of an image; ``share`` is its side over the image's shorter side.
+    """Return the central square whose side is ``share`` times the image's shorter side.
 
     Example:
         >>> centre_box(300, 256)
@@ -241,8 +241,8 @@ class Vgg16Imagenet(_WithHiddenLayers):
 class _Wide(ImagenetWorkload):
     """The wide networks of SparCML, section 8.4: 64 ranks with 8 images each.
 
-    The paper's learning rate of 1 is for CNTK, in which momentum is a weighted average of gradients
-    rather than a sum. With momentum 0.9, this rate corresponds to 0.1 in torch.
+    The paper's learning rate of 1 is for CNTK, where momentum is a weighted average of gradients rather
+    than a sum. With momentum 0.9, this rate corresponds to 0.1 in torch.
     """
 
     width: int = 256

@@ -78,8 +78,8 @@ def bench_kernels(
         size: number of elements n; by default, VGG-16's number of parameters.
         density: k / n; twice as many elements are candidates.
         streams: number of ranks P whose entries are merged, in a region of n / P elements.
-        repetitions: number of timed calls, of which the fastest counts; an additional, untimed call
-            before them warms up and compiles.
+        repetitions: number of timed calls; only the fastest counts; an additional, untimed call before
+            them warms up and compiles.
         seed: seed of the vectors.
 
     Raises:

@@ -56,10 +56,11 @@ def verified_in_full(mode: str, size: int, ranks: int) -> tuple[bool, bool]:
 
 @dataclass(frozen=True)
 class Pace:
-    """Chooses how many steps of a row to run under the wall clock.
+    """Decides how many warm-up and timed steps a row gets.
 
-    A number that is not given depends on the row's speed.  Dense steps of ten seconds and sparse steps
-    of ten milliseconds then both finish in reasonable time and have a meaningful median.
+    If ``steps`` or ``warmup`` is None, that number depends on how fast the row's steps are, so that
+    ten-second dense steps and ten-millisecond sparse steps both finish in reasonable time and yield a
+    meaningful median.
 
     Example:
         >>> pace = Pace(steps=None, warmup=None)

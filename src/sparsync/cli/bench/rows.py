@@ -33,8 +33,8 @@ _BITS_PER_BYTE = 8
 class Row:
     """The measurements of one collective; the field names are the keys of the JSON.
 
-    Fields that do not apply are None.  Maxima and minima are over all ranks and all steps, including the
-    warm-up.  Times are measured on the slowest rank, over the timed steps.  A word has 4 bytes.
+    Fields that do not apply are None.  Maxima and minima are taken over all ranks and steps, including
+    the warm-up.  Times are measured on the slowest rank, over the timed steps.  A word has 4 bytes.
     """
 
     collective: str

@@ -46,7 +46,7 @@ DEFAULT_SIZES: Final = "64KB,256KB,1MB,4MB,16MB,64MB,256MB,512MB"  # the sizes o
 SELECTOR_INPUTS: Final = ("uniform", "normal", "residual")
 _UNITS = MappingProxyType({"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30})
 _ITEM = 4  # bytes of a float32
-# rounds of error feedback that make a residual, in which entries accumulate below the threshold
+# rounds of error feedback that make a residual, so that entries accumulate below the threshold
 _ROUNDS = 20
 # standard deviation of the gradient, relative to the distance between the k-th and 2k-th magnitude
 _DRIFT = 0.25
@@ -284,7 +284,7 @@ def _lines(x: Tensor, gradient: Tensor, k: int) -> list[_Line]:
 
 
 def selector_tables(rows: Sequence[SelectorRow]) -> Group:
-    """Show the selectors over the sizes: ratios to torch.topk, entries over k, milliseconds."""
+    """Show each selector's time at each size, also relative to torch.topk, and its entries / k."""
     first = rows[0]
 
     def selected(row: SelectorRow) -> str:

@@ -104,7 +104,7 @@ def check_script(words: Sequence[str], ranks: int, environ: Mapping[str, str]) -
 
 
 def _check_torchrun(words: Sequence[str], ranks: int) -> None:
-    """Refuse options with which the torchruns, one per rank, would not form one job."""
+    """Refuse options that would keep the torchruns, one per rank, from forming one job."""
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
     parser = get_args_parser()

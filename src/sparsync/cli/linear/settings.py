@@ -69,7 +69,7 @@ class LinearSettings:
     data: Annotated[str, Readable(), option(_DATA)] = TRIGRAMS
     model: Annotated[str, option("logistic or svm.")] = "logistic"
     solver: Annotated[str, option("sgd, or scd: block coordinate descent (logistic only).")] = "sgd"
-    # the exchanges with which to repeat the training: names, possibly with options
+    # the exchanges to repeat the training with: names, possibly with options
     exchanges: tuple[str, ...] = ("split-allgather",)
     ranks: Annotated[Ranks, ranks_option(4)] = 4
     transport: Annotated[str, option(_TRANSPORT)] = "auto"

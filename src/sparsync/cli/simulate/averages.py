@@ -59,7 +59,7 @@ class AveragedRun:
 
 
 def scheme_scale(settings: SimulationSettings) -> float:
-    """Return the smallest factor C (at least 1) with which all ranks fit into ``settings.memory``."""
+    """Return the smallest factor C (at least 1) that lets all ranks fit into ``settings.memory``."""
     held = settings.memory / (settings.ranks * _COPIES * _ELEMENT_BYTES)
     return max(settings.model_size / held, 1.0)
 

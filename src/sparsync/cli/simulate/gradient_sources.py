@@ -128,7 +128,7 @@ def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
 
 
 def placed(algorithm: Algorithm, source: Gradients) -> Algorithm:
-    """Return an algorithm whose collectives see whole units, of which ranks hold only a few elements."""
+    """Return an algorithm whose collectives see whole units, though ranks hold only a few elements."""
     units = iter(range(len(source.sizes)))  # collectives are created in the order of units
     return replace(
         algorithm,

@@ -38,7 +38,7 @@ from sparsync.transports.sim import Links, Topology
 
 __all__ = ["SPREAD", "Contender", "Scheme", "SimulationSettings"]
 
-SPREAD = "spread"  # the sparse input, with which a rank holds 2 k elements, however large n is
+SPREAD = "spread"  # the sparse input: a rank holds only 2 k elements, however large n is
 Buckets = Annotated[int, Bounds(1, 1000)]  # each bucket costs a separate exchange
 _BUCKET_ELEMENTS = 25 * 2**20 // 4  # DDP's default buckets have 25 MiB
 

@@ -283,7 +283,7 @@ def _traffic(
 
 
 def default_scale(contender: Contender, settings: SimulationSettings) -> float:
-    """Return the smallest C for which the virtual ranks fit into ``settings.memory``.
+    """Return the smallest C that lets the virtual ranks fit into ``settings.memory``.
 
     For dense sums of zeros, C is larger, which saves time.
 

@@ -304,7 +304,7 @@ class _Run:
         self.ready.clear()
 
     def _check_whole(self) -> None:
-        """If no faults are injected, refuse a run in which a rank was missing from a step."""
+        """Refuse a run if a rank was missing from a step although no faults were injected."""
         ranks = self.settings.ranks
         for step in sorted(self.applied):
             # before the first exchange, no rank contributes

@@ -119,7 +119,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
     """Refuse unknown algorithms, options that no algorithm takes, and a target without "dense".
 
     Returns:
-        One label per algorithm, as from ``labels``.
+        One label per algorithm, in the form that ``labels`` returns.
     """
     found = [_named(text) for text in algorithms]
     for one in found:

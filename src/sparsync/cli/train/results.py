@@ -73,7 +73,7 @@ class TrainResult:
     weight_decay: float = 0.0
     clip: float | None = None
     options: Mapping[str, object] | None = None  # options of an averaging scheme
-    # fraction of all contributions to averages in which a rank's model was stale
+    # fraction of all contributions to averages that came from a stale model
     stale_share: float | None = None
     largest_staleness: int | None = None  # age of the oldest stale model, in steps
     # seconds waited in the averages of all steps, mean over ranks

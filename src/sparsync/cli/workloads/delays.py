@@ -32,11 +32,10 @@ class Delay:
 
           seconds = first + (second - first) min(1, 250^(z / rarest - 1))
 
-      The median is therefore ``first + (second - first) / 250``, and one in 5,000 draws reaches
-      ``second``.  This fits everything that the paper says about the 5,000 iterations of WAGMA's Figure
-      9: 1.7 to 43.5 s, and a median below 2 s (this distribution: 1.87 s, with a mean of 2.3 s).  For
-      comparison, 5,000 draws of a bounded Pareto distribution with that range and a median below 2 s
-      hardly exceed 13 s.
+      The median is ``first + (second - first) / 250``, and one in 5,000 draws reaches ``second``.  This
+      fits everything that the paper says about the 5,000 iterations of WAGMA's Figure 9: 1.7 to 43.5 s,
+      and a median below 2 s (this distribution: 1.87 s, with a mean of 2.3 s).  For comparison, 5,000
+      draws of a bounded Pareto distribution with that range and a median below 2 s hardly exceed 13 s.
     """
 
     kind: str = "none"

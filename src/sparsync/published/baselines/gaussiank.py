@@ -36,7 +36,7 @@ class GaussianK(Selector):
         trials: largest number of passes over the elements; with 32 factors of 0.9, the last threshold is
             3 % of the first.
 
-    Cost: mean and deviation of n elements, and n comparisons per trial.   State: none.
+    Cost: computing the mean and deviation of n elements, and n comparisons per trial.   State: none.
     Differs from the paper: the number of trials is bounded.  The absolute value of the mean is used, so
     the sign of the gradient does not matter.  Mean and deviation are computed in float64, from finite
     elements only.

@@ -116,8 +116,8 @@ class Dpsgd(Averager):
     Args:
         mixing_steps: number of such averages per step (WAGMA-SGD, section 5.2, also tries two).
 
-    Cost: per step, ``2 mixing_steps`` messages sent and as many received, with one model each; half as
-    many with two ranks.
+    Cost: per step, a rank sends ``2 mixing_steps`` messages and receives as many, each the size of the
+    model; with two ranks, half as many.
     State: none.
     Differs from the paper: averages always come after the update; the paper allows either order.
 
@@ -159,14 +159,15 @@ class SgpState:
 class Sgp(Averager):
     """Stochastic Gradient Push: ranks push shares of a numerator x and a weight w; the model is x / w.
 
-    Updates of the model ``z = x / w`` are added to x without a factor: ``x = w z + (model - z)``.  The
-    mean over the ranks therefore changes by the mean of their updates, whatever the weights are.
+    An update of the model ``z = x / w`` is added to x unscaled: ``x = w z + (model - z)``.  The mean of
+    x over the ranks thus changes by the mean of the updates, regardless of the weights.
 
     Args:
         neighbours: number of ranks to which a rank sends per step, on the directed exponential graph.
         graph: a graph to use instead of the exponential one; it must stay connected.
 
-    Cost: per step, ``neighbours`` messages sent and as many received, with one model and 8 bytes each.
+    Cost: per step, a rank sends ``neighbours`` messages and receives as many, each the size of the model
+    plus 8 bytes.
     State: ``weight``; ``memory`` holds the last model z if w is not 1 (never on the exponential graph).
     Differs from the paper: the exchange does not overlap the computation.
 
@@ -238,8 +239,8 @@ class AdPsgd(Accompanied):
     After each local step, a rank continues with the model that its agent holds at that time.  The agent
     requests an average from a random partner's agent, unless its previous request is still pending.
 
-    Cost: per step, a rank requests at most one exchange of n elements and answers as many on average;
-    memory: 3 n.   State: the last model taken from the agent.
+    Cost: per step, a rank requests at most one exchange of n elements and, on average, answers as many.
+    Memory: 3 n.   State: the last model taken from the agent.
     Differs from the paper: any rank may send requests to any other, because agents answer immediately and
     cannot deadlock; the graph need not be bipartite.  Exchanges start once per step, whereas the paper
     starts as many as possible.

@@ -103,8 +103,8 @@ Differs from the paper
 * **The residual holds gradients**, not gradients times the learning rate (Algorithm 2, line 4).  A DDP
   hook sees gradients, and the residual stays valid when the learning rate changes.
 * **Sums are left folds in the order of the turns**: the owner r of a region adds the shares of r - 1,
-  r - 2, ... to its own, whatever arrives first.  Results are therefore bitwise equal on all ranks, in all
-  runs and on all transports.
+  r - 2, ... to its own, whatever arrives first.  So results are bitwise equal on all ranks, in all runs
+  and on all transports.
 * **The next bucket is sent before the current one has arrived**, so buckets add no latency.  A bucket is
   reduced early only if its owner would otherwise idle, because every reduction reads the running sum once
   more.

@@ -1,7 +1,7 @@
 """Ok-Topk's regions (section 3.1): how ranks agree on, reduce, balance and gather them.
 
-All ranks know all counts before the allgatherv.  The receiver of a message therefore knows its length,
-and can allocate a buffer.
+All ranks know all counts before the allgatherv, so the receiver of a message knows its length and can
+allocate a buffer.
 """
 
 from __future__ import annotations
@@ -447,8 +447,8 @@ async def balance_and_allgatherv(
     Cost: balancing takes at most 2 (P - 1) messages in total and 2k words per rank.  The allgatherv takes
     ceil(log2 P) messages and about 2k (P - 1) / P words if counts are even, otherwise P - 1 messages on a
     ring and at most 2k words.  After balancing, m ranks hold nothing, and each of the others also sends
-    its share to all of these (m messages, 2k m / (P - m) words).  A rank that has handed over 2k words
-    therefore forwards nothing.
+    its share to all of these (m messages, 2k m / (P - m) words).  So a rank that has handed over 2k
+    words forwards nothing.
     """
     size, total, codec = boundaries[-1], sum(counts), writer.codec
     mine = kept.embed(boundaries[comm.rank], size)

@@ -34,8 +34,7 @@ class Reused(Selector):
     """Selects the entries that are at least as large as the k-th largest one in the last exact step.
 
     Exact steps select exactly ``min(k, nnz)`` entries.  In the steps between them, the count drifts.
-    Therefore only the ``cap * k`` largest are selected, and a step with fewer than ``floor * k`` becomes
-    exact.
+    So only the ``cap * k`` largest are selected, and a step with fewer than ``floor * k`` becomes exact.
 
     ``threshold_period="auto"`` has no fixed period: if fewer than 0.89 k or more than 1.11 k entries
     reach the threshold, a step selects exactly k and renews the threshold.  This usually costs almost
@@ -48,9 +47,9 @@ class Reused(Selector):
             bound, as published.
         floor: smallest number of entries, as a multiple of k, in these steps.
 
-    Cost: n comparisons; a partial sort of n elements every ``threshold_period`` steps, and whenever the
-    count is below the floor.  With "auto", the sort is needed if fewer than k entries are above 84 % of
-    the threshold, or more than 4 k above the threshold itself.
+    Cost: n comparisons.  A partial sort of n elements is needed every ``threshold_period`` steps, and
+    whenever the count is below the floor.  With "auto", the sort is needed if fewer than k entries are
+    above 84 % of the threshold, or more than 4 k above the threshold itself.
     State: ``ReusedState``.
     Differs from the paper: cap, floor and "auto" are additions; steps are 0-based (the paper prints
     ``(t - 1) mod tau'``).

@@ -25,7 +25,7 @@ Masks, V (1 - Masks)                          the residual less ``Reduced.delive
 trimmed top-k (5.2.1, Algorithm 2)            ``Trimmed``
 epsilon of Algorithm 2: 0.2                   ``Trimmed(eps=0.2)``: the step between thresholds
 threshold binary search (5.2.2, Algorithm 3)  ``BinarySearch``
-epsilon of Algorithm 3, without a value       ``BinarySearch(eps=0.001)``: the width at which it gives up
+epsilon of Algorithm 3 (no value given)       ``BinarySearch(eps=0.001)``: the width at which it gives up
 sampled threshold binary search, interval 5   ``BinarySearch(reuse_period=5)``; ``reuse_period=``
 count_nonzero, filter (stream compaction)     ``sparsync.kernels.count_from``, ``sparsync.kernels.find``
 RadixSelect, exact top-k                      ``sparsync.selection.Exact``

@@ -4,7 +4,7 @@ Cedric Renggli, Saleh Ashkboos, Mehdi Aghagolzadeh, Dan Alistarh and Torsten Hoe
 High-Performance Sparse Communication for Machine Learning <https://arxiv.org/abs/1802.08021>`_, SC
 2019.
 
-The number of entries in a sum of sparse vectors is not known in advance.  SparCML therefore has three
+The number of entries in a sum of sparse vectors is not known in advance.  So SparCML offers three
 collectives: for small results, for large results, and for results that become dense in flight.  They are
 lossless and reduce with any associative operation.  The preset "sparcml" is the paper's training
 algorithm, which adds top-k selection and quantisation.

@@ -46,9 +46,9 @@ class RecursiveDoubling(StreamCollective):
     """SSAR_Recursive_double, which has the fewest rounds and suits small results.
 
     In round t, ranks 2^(t-1) apart exchange everything that they have reduced.  If P is not a power of
-    two, ``P - 2^m`` ranks first send their vectors to the rank below, and get the result at the end.  The
-    ranks with the same partial result are therefore always consecutive, and each merge is (lower ranks)
-    op (higher ranks).  Partners thus compute the same bits, and operations need not commute.  A partial
+    two, ``P - 2^m`` ranks first send their vectors to the rank below, and get the result at the end.  So
+    the ranks with the same partial result are always consecutive, and each merge is (lower ranks) op
+    (higher ranks).  Partners thus compute the same bits, and operations need not commute.  A partial
     result that may exceed the codec's limit becomes dense in flight.
 
     Args:
@@ -332,8 +332,8 @@ def split_allgather(
 class Ring(StreamCollective):
     """Sends P even regions' partial sums around a ring, then the sums (SparCML's ring baselines).
 
-    Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r.  The order of its operands
-    therefore depends only on P.
+    Region r starts at rank r + 1 and ends, after P - 1 hops, at its owner r.  So the order of its
+    operands depends only on P.
 
     Args:
         codec: wire format (default: coo, or dense where that is shorter); the rank that rounds a value
@@ -489,7 +489,7 @@ class SparcmlAuto(Collective):
 
     async def reduce(self, comm: Communicator, selected: Vector, k: int, step: int) -> Reduced:
         """Choose a collective, and reduce with it."""
-        # Ranks that chose differently would deadlock.  The choice therefore depends only on numbers that
+        # If ranks chose differently, they would deadlock.  So the choice depends only on numbers that
         # are equal on all ranks: n, P, the largest number of entries per rank, and the last total's.
         size, dtype, most = selected.size, selected.values.dtype, self.state.most
         if self.cap is not None:

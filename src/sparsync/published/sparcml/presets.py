@@ -58,8 +58,8 @@ def sparcml(
             become dense in flight, in the second half of the dynamic collective (section 6).
         keep_error: whether the rank that quantises (the sender or, with "reduced", a region's owner)
             keeps the error in its residual.  QSGD is unbiased but not contractive, so the residual would
-            grow without bound; True therefore shrinks the decoded values by ``1 / (1 + omega)``, which
-            makes QSGD contractive.  With False, as published, the error is lost and reported.
+            grow without bound.  True makes it contractive: it shrinks the decoded values by ``1 / (1 +
+            omega)``.  With False, as published, the error is lost and reported.
         scale: scale of a quantisation block: "max" or "l2".  The paper does not say which; QSGD's bounds
             are proven for "l2", while its experiments use "max", which has several times less noise.
         quantization_block: number of entries that share a scale, SparCML's bucket (section 6: "in the

@@ -16,8 +16,8 @@ xi            the xi of Assumption 1 or C.2
 **The paper divides xi by P**, in ``(1 + xi / (P gamma))^2``.  Assumption C.2 does not justify this,
 because both of its sides are means over ranks.  After one step, ``|x - v| <= (gamma + xi) |alpha G|``,
 and for some vectors the smaller factor ``gamma + xi / P`` does not hold
-(``test_lemma_c_3_fails_where_xi_is_divided_by_p``).  By default, ``ranks`` is 1, for which the bounds
-hold; pass P to get the printed numbers.
+(``test_lemma_c_3_fails_where_xi_is_divided_by_p``).  With the default, ``ranks=1``, the bounds hold;
+pass P to get the printed numbers.
 """
 
 from __future__ import annotations

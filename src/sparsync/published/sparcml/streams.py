@@ -75,7 +75,7 @@ class StreamCollective(Collective):
 
     @abstractmethod
     async def total(self, call: Call) -> Vector:
-        """Return the reduction over all ranks, of which there are at least two."""
+        """Return the reduction over all ranks; there are at least two."""
 
     def _taken(self, selected: Vector, most: int) -> Vector:
         """Return the entries to reduce: no neutral elements, and at most ``most``."""

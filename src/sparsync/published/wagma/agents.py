@@ -182,7 +182,7 @@ class Rounds(ABC):
         """Process the result of a round."""
 
     def collected(self, newest: Round) -> Round:
-        """Return the round with which an arriving rank is answered; by default, the newest one."""
+        """Return the round to send to an arriving rank; by default, the newest one."""
         return newest
 
 
@@ -252,8 +252,8 @@ class Agent(Companion):
         step: the first local step.
         model: the first model to publish, also given to a rank that rejoins before the first synchronous
             round.
-        deadline: a rank for which others wait is left out after this many seconds of silence; None means
-            never.
+        deadline: if others wait for a rank, they leave it out after this many seconds of silence; None
+            means never.
     """
 
     def __init__(
@@ -481,7 +481,7 @@ class Agent(Companion):
     # ---- who is present
 
     def tick(self) -> None:
-        """Ping the rank for which this one waits; leave it out if it stays silent."""
+        """Ping the rank that this one waits for; leave it out if it stays silent."""
         if self._attempt is not None and self.due is not None and self.deadline is not None:
             # if this tick is very late, this rank itself was suspended, and messages may be unread
             if self.host.now - self.due > self.deadline / 4:
@@ -489,7 +489,7 @@ class Agent(Companion):
             self._watch(ask=True)
 
     def _watch(self, *, ask: bool = False) -> None:
-        """Schedule the next check of the rank for which this one waits, if any."""
+        """Schedule the next check of the rank that this one waits for, if any."""
         self.due = None
         if self._attempt is None:
             return

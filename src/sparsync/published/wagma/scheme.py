@@ -238,7 +238,7 @@ class Wagma(Accompanied):
         return await self._arrive(self._finish, vector)
 
     async def _arrive(self, version: int, vector: Tensor) -> Tensor:
-        """Arrive at a round; return the model with which this rank continues."""
+        """Arrive at a round; return the model that this rank continues with."""
         published = vector.cpu()
         answer: Answer = await self._ask(
             step_of(version), lambda reply: self._agent.arrive(version, published, reply)
@@ -361,9 +361,9 @@ def group_of(rank: int, world_size: int, group_size: int, step: int) -> tuple[in
     printed, a mask that is already shifted is shifted again; the paper's examples need ``1 << shift``).
     """
     groups = _groups(world_size, group_size)
-    # The next shuffle should spread a group's members over as many groups as possible, without gaps.  The
-    # stride is therefore the size of the smallest group, or the next smaller number that has an inverse.
-    # If S divides P, S is invertible modulo P - 1; 2 is always invertible modulo P or P - 1.
+    # The next shuffle should spread a group's members over as many groups as possible, without gaps.  So
+    # the stride is the size of the smallest group, or the next smaller number that has an inverse.  If S
+    # divides P, S is invertible modulo P - 1; 2 is always invertible modulo P or P - 1.
     stride, modulus = next(
         (stride, modulus)
         for stride in range(world_size // groups, 0, -1)

@@ -114,7 +114,7 @@ class Usage:
 
     messages: int = 0
     nbytes: float = 0.0
-    seconds: float = 0.0  # time for which the port was occupied
+    seconds: float = 0.0  # how long the port was occupied
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Port:
 
     @property
     def seconds(self) -> float:
-        """The seconds for which messages of all phases occupied the port."""
+        """How many seconds the messages of all phases occupied the port."""
         return sum(usage.seconds for usage in self.phases.values())
 
 

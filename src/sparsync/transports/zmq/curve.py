@@ -235,8 +235,8 @@ def curve_user(request: list[bytes], listed: Sequence[bytes]) -> bytes | None:
 
 def plain_user(request: list[bytes], word: bytes) -> bytes | None:
     """Return the name in a ZAP request; None if the password is wrong."""
-    # compare in constant time: otherwise, the time until the answer would reveal how much of a guessed
-    # password is right
+    # compare in constant time: otherwise, the response time would reveal how much of a guessed password
+    # is correct
     if len(request) == 8 and request[5] == b"PLAIN" and hmac.compare_digest(request[7], word):
         return request[6]
     return None

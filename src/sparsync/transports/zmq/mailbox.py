@@ -27,8 +27,8 @@ APART: Final = 2  # flag: the payload is in a separate frame
 GIVE_UP: Final = 4  # flag: the sender has stopped waiting; no payload
 NO_LOCAL_STEP: Final = -1
 
-# Phases in which other ranks may be while this rank is in an exchange.  Messages carry phases as
-# numbers, so an error can name a phase only if this rank knows its name.
+# Phases that other ranks may be in while this rank is in an exchange.  Messages carry only a phase's
+# number, so this rank must know the name in advance to report it in an error.
 _ELSEWHERE: Final = (
     *("agreement", "average", "barrier", "checkpoint", "contributions", "finish", "sentinel"),
     *("max", "min", "settle"),

@@ -394,8 +394,8 @@ class Mesh:
         """End all waits, because a message to this rank is lost and ZeroMQ does not report its sender.
 
         ZeroMQ 4.3.5 stops reading such a connection but leaves it open (its event overwrites the error
-        number that would close it).  In a changing group, all connections are therefore closed here.
-        The peers notice this, and reconnect in the next group.
+        number that would close it).  So in a changing group, this method closes all connections.  The
+        peers notice this, and reconnect in the next group.
         """
         self._altered = False
         self.mailboxes.break_off(
@@ -420,8 +420,8 @@ class Mesh:
     def _cut(self, descriptor: int) -> None:
         """End an incoming connection.
 
-        ZeroMQ has no call for this, but it closes connections that have ended.  This method therefore
-        shuts the connection down in the kernel, through a second descriptor of the same socket.
+        ZeroMQ has no call for this, but it closes connections that have ended.  So this method shuts the
+        connection down in the kernel, through a second descriptor of the same socket.
         """
         # use the reserved descriptor, because strangers may hold all other descriptors that are allowed
         try:

@@ -190,8 +190,8 @@ class _Blocks:
     """The parsed blocks of a file; block b contains the lines that start in its part of the text.
 
     Parsed blocks are cached as NumPy archives, whose members have checksums.  A block is written under a
-    temporary name and renamed when complete.  Its content depends only on the file.  Ranks that write it
-    at the same time therefore write the same bytes, and need no lock.
+    temporary name and renamed when complete.  Its content depends only on the file, so if ranks write it
+    at the same time, they write the same bytes and need no lock.
     """
 
     block_bytes: ClassVar[int] = (

@@ -150,7 +150,7 @@ class LazyWeights(Weights):
     L1 step only adds to ``shrunk``.  Penalties can be deferred exactly, because ``soft`` by a after
     ``soft`` by b equals ``soft`` by a + b.
 
-    Cost: O(nnz) per step, O(n) when the scale is renewed; memory for n weights, and with L1 another 8 n
+    Cost: O(nnz) per step, and O(n) when the scale is renewed.  Memory: n weights; with L1, another 8 n
     bytes.
 
     Example:
@@ -203,14 +203,14 @@ class AdaptiveWeights(Weights):
     """Weights with individual rates, which decrease as the weights' gradients add up.
 
     A weight's rate is ``lr / (length sqrt(sum of squares))``.  The intercept's rate is ``lr / sqrt(sum of
-    squares)``, because its column has length 1.  Scores therefore do not depend on the units of the
-    features.  A weight's rate is constant while its gradient is zero.  The m steps that it has missed
-    then have a closed form: with ``a = 1 - rate l2``, ``soft(a^m w, rate l1 (1 + a + ... + a^(m - 1)))``.
+    squares)``, because its column has length 1.  So scores do not depend on the units of the features.
+    A weight's rate is constant while its gradient is zero.  The m steps that it has missed then have a
+    closed form: with ``a = 1 - rate l2``, ``soft(a^m w, rate l1 (1 + a + ... + a^(m - 1)))``.
 
     Attributes:
         length: the length of a row of features, as the root mean square over all rows.
 
-    Cost: O(nnz) per step; memory for 2 n weights, and with a penalty another 8 n bytes.
+    Cost: O(nnz) per step.  Memory: 2 n weights; with a penalty, another 8 n bytes.
 
     Example:
         >>> weights = AdaptiveWeights(3, np.dtype(np.float64))
@@ -325,8 +325,8 @@ class Problem:
 class Products:
     """Multiplies sparse rows on several threads, which helps because SciPy releases the GIL.
 
-    Rows are cut into one block per thread, and the blocks' sums are added in order.  Rounding therefore
-    depends on the number of threads, but never on the order in which threads finish.
+    Rows are cut into one block per thread, and the blocks' sums are added in order.  So rounding depends
+    on the number of threads, but never on the order in which threads finish.
 
     Example:
         >>> rows = csr_matrix(np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]]))
@@ -357,7 +357,7 @@ class Products:
     def transposed(self, rows: csr_matrix, coefficients: Floats) -> SparseVector:
         """Return ``rows^T coefficients`` and, as the last element, the sum of the coefficients.
 
-        Columns in which no row has an element are not stored.
+        A column is not stored if no row has an element in it.
 
         Cost: O(nnz + columns), with sums in dense vectors; O(nnz log nnz) if the rows store far fewer
         elements than there are columns.  Both ways give the same bits.

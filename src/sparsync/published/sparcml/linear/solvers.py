@@ -283,7 +283,7 @@ class Sgd(Solver):
 
     A gradient has an element wherever a row in the batch has one.  No element is dropped or compressed:
     up to rounding, steps are the same as on a single rank with the combined batch, whichever exchange is
-    used.  Every rank holds a replica of the model; totals, and therefore replicas, are bit-identical.
+    used.  Every rank holds a replica of the model; totals, and so replicas, are bit-identical.
 
     Args (in addition to those of ``Solver``):
         batch_size: rows per rank and step; None means the paper's 1,000, or fewer to get 100 steps
@@ -482,7 +482,7 @@ class Scd(Solver):
         self.slices: list[Integers] = []
 
     def _whole_pass(self) -> int:
-        """Return the number of steps in which every coordinate of the largest slice is updated."""
+        """Return how many steps it takes to update every coordinate of the largest slice."""
         return max(-(-max(map(len, self.slices)) // self.coordinates), 1)
 
     async def start(self, epochs: int | None = None) -> None:

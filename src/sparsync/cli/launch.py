@@ -434,7 +434,7 @@ def _report(pipe: Connection, run: Callable[[], Any]) -> bool:
 
 
 def gather(mine: T, classes: Sequence[type[Any]] = ()) -> list[T]:
-    """Return every rank's value, in rank order; every rank of the default group calls it.
+    """Return every rank's value, in rank order; every rank of the default group must call this.
 
     ``torch.distributed.all_gather_object`` would unpickle anything that arrives.  This function uses
     torch's weights-only reader, which accepts only plain values, tensors and objects of ``classes``.

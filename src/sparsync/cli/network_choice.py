@@ -211,7 +211,7 @@ class Connection:
     def open(self, algorithm: str) -> Iterator[Communicator]:
         """Connect this process's rank; every rank calls this.
 
-        "dense" uses gloo's native allreduce, whatever transport the other rows use.  With MPI, it uses
+        "dense" uses gloo's native allreduce, regardless of the other rows' transport.  With MPI, it uses
         MPI's own allreduce instead: MPI ranks on one machine communicate through shared memory, but gloo
         ranks do not.
         """

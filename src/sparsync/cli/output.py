@@ -40,7 +40,7 @@ __all__ = [
     "write_json",
 ]
 
-_LINE_EVERY = 30.0  # seconds between two lines of progress on a stream that is no terminal
+_LINE_EVERY = 30.0  # seconds between two lines of progress on a stream that is not a terminal
 
 
 # ---- tables -----------------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ __all__ = [
     "read_machine",
 ]
 
-# a plan runs nothing, so its bounds exceed any machine; even a single rank or an empty model is allowed
+# a plan runs nothing, so its limits may exceed those of any machine; even a single rank or an empty
+# model is allowed
 ManyRanks = Annotated[int, Bounds(1, 10**6)]
 # these options describe a machine; plans in other packages also use them
 Network = Annotated[

@@ -73,7 +73,7 @@ def reducer_stats(
 
     Args:
         reducer: the reducer.
-        steps: the number of local steps, of which one or more precede each exchange; by default the
+        steps: the number of local steps (each exchange follows one or more of them); by default the
             number of exchanges.
         before: the number of local steps before this process started, and the traffic before its first
             step.  Means over local steps exclude both, and also the traffic outside of steps

@@ -135,7 +135,7 @@ class Reducer:
         return channel_of(self.comm, use)
 
     def move_to(self, comm: Communicator) -> None:
-        """From now on, use this communicator of the same ranks, e.g. in a new simulation."""
+        """Use this communicator of the same ranks from now on, e.g. in a new simulation."""
         self.comm = comm
 
     @property

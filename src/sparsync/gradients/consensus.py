@@ -47,9 +47,9 @@ class PartsConsensus:
         used: names of the parameters that have a gradient, once a step is committed.
         came: for every replica of this part, whether it used any parameter in the open step.
 
-    Cost: the cost of ``worst`` over the parts, 9 bytes per part and step.  With keys, one more byte per
-    parameter, an allgather of these bytes over the replicas, and a second one over the parts if there is
-    a parameter that no rank used.
+    Cost: the cost of ``worst`` over the parts, i.e. 9 bytes per part and step.  With keys, one more byte
+    per parameter, which an allgather sends to all replicas.  If there is a parameter that no rank used,
+    a second allgather sends these bytes to all parts.
     """
 
     def __init__(self, parts: Communicator, keys: Mapping[str, int] | None = None) -> None:

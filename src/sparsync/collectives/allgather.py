@@ -38,7 +38,7 @@ class Allgather(Collective):
         keep_error: whether the sender keeps the codec's rounding error; if not, the error is lost, as in
             RedSync.
 
-    Cost: ceil(log2 P) messages; 2 k (P - 1) words sent, and as many received.   State: none.
+    Cost: ceil(log2 P) messages; a rank sends 2 k (P - 1) words and receives as many.   State: none.
     Differs from the paper: a rank sends at most ``cap * k`` entries (``cap=None``: no limit, but an extra
     round announces the lengths).
 

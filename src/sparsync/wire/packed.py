@@ -60,8 +60,9 @@ class Packed(Codec[SparseVector]):
             float32.
         block: entries that share a scale under int8, 1 to 65535.
 
-    Cost: 16 bytes; nnz (l + 1) + ceil(size / 2^l) bits for the indices, where l = floor(log2(size /
-    nnz)); per value 16 bits (bf16), 8 bits and 32 per block (int8), or 32 bits (fp32).   State: none.
+    Cost: 16 bytes for the header.  The indices take nnz (l + 1) + ceil(size / 2^l) bits, where l =
+    floor(log2(size / nnz)).  A value takes 16 bits (bf16), 32 bits (fp32), or 8 bits plus 32 per block
+    (int8).   State: none.
     Differs from the paper: 23 to 28 bits per entry at a density of 1 %, instead of two words (Ok-Topk's
     COO).
 

@@ -62,8 +62,7 @@ def plain_optimizers(given: Any) -> list[Optimizer]:
             raise ConfigurationError(
                 f"optimizer is {name}; give a torch.optim.Optimizer, or a list of them"
             )
-        # torch's Optimizer.__init__ creates the registries of hooks; without them, no hook could be
-        # registered
+        # torch's Optimizer.__init__ creates the hook registries; without them, attach cannot add hooks
         if not hasattr(one, "_optimizer_step_post_hooks"):
             raise ConfigurationError(
                 f"{name} has no hooks, because its __init__ does not call torch.optim.Optimizer's; let "

@@ -265,8 +265,8 @@ class _Background:
     """A thread that runs a communicator's non-blocking calls, each on its own channel."""
 
     def __init__(self, comm: Communicator) -> None:
-        # The communicator's companions hold this object, and with it the engine. ``apart`` returns a
-        # channel without these companions, so that the engine does not keep its communicator alive.
+        # This object is one of the communicator's companions, and it owns the engine.  A channel that
+        # shared these companions would let the engine keep them alive, so ``apart`` leaves them out.
         self._engine = Engine("iallreduce", [comm.channel(0).apart()])
         self._open: list[Future[Any]] = []
         self._calls = 0

@@ -91,7 +91,7 @@ class Forwarder:
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def close(self) -> None:
-        """End the thread; the devices disappear."""
+        """Stop the thread and close the devices, which removes them."""
         os.close(self._stop)
         self._thread.join()
         for device in self._devices:

@@ -47,9 +47,9 @@ _JOINED: Final = 64  # number of small tensors that are joined at a time
 _PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
 _FORGETS: Final = 0.98  # factor on older pairs, per pair
 _STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local step
-# Ranks count as pulling apart only if the lasting part of their differences exceeds this fraction of all
-# differences, and this many of its own standard errors.  The second test is needed because a few pairs of
-# measurements dominate its sum if gradients are heavy-tailed, or if there are few parameters.
+# Ranks count as pulling apart only if the lasting part of their differences exceeds ``_SURE`` times all
+# differences, and also ``_ERRORS`` times its own standard error.  The second test is needed because with
+# heavy-tailed gradients or few parameters, a few pairs of measurements dominate the estimate.
 _SURE, _ERRORS = 0.1, 4.0
 # The least difference that counts, relative to a parameter's squares.  Sums are float32, and the roundoff
 # of about 50 remembered pairs adds up, so ranks with the same data would otherwise seem to differ.

@@ -63,9 +63,9 @@ def of_own_length(
 
 
 def floats(numbers: Iterable[Any]) -> list[float]:
-    """Return numbers, or tensors of one number each, as floats; None becomes 0.
+    """Return numbers and one-element tensors as floats; None becomes 0.
 
-    The host waits once for all numbers on a device.
+    Tensors on a device are stacked and copied together, so the host waits for the device only once.
     """
     every = [0.0 if one is None else one for one in numbers]
     there = [one.reshape(()) for one in every if isinstance(one, Tensor) and not one.is_cpu]

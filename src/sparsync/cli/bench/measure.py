@@ -1,4 +1,4 @@
-"""How a row is measured: the number of steps, their verification, and rows of virtual ranks."""
+"""Measures a row: how many steps it runs, which of them are verified, and how virtual ranks run."""
 
 from __future__ import annotations
 

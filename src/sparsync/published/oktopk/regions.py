@@ -166,7 +166,7 @@ def _edges(spans: Sequence[tuple[int, int]], bins: int, *outer: int) -> list[int
 
 
 def _find(position: int, below: int, edges: Sequence[int], ends: Sequence[int]) -> Bracket:
-    """Return the bin that holds ``position``; ``below`` keys are smaller than the first edge."""
+    """Return the bin that holds ``position``, if ``below`` is the number of keys below the first edge."""
     i = bisect_right(ends, position - below) - 1
     if i >= len(edges) - 1:  # past the last key
         return Bracket(edges[-1], edges[-1], below + ends[-1], 0)

@@ -215,8 +215,8 @@ def divide_(values: Tensor, divisor: float) -> Tensor:
     if values.is_cpu:
         return values.div_(divisor)
     # If the divisor is a number, or a CPU tensor with one element, CUDA multiplies by its rounded
-    # reciprocal, which can change the last bit.  By a tensor on the device, it really divides.  The
-    # tensor has a dimension so that torch does not first round it to a 16-bit dtype.
+    # reciprocal, which can change the last bit.  Only a divisor on the device is divided by exactly.
+    # It has a dimension, because torch would round a 0-dimensional one to a 16-bit dtype first.
     wide = torch.promote_types(values.dtype, torch.float32)
     return values.div_(values.new_full((1,), divisor, dtype=wide))
 

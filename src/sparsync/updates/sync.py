@@ -550,9 +550,9 @@ class UpdateSync(Handle):
             self._check_model()
         require(
             self._undone is None or not self._undone.before(),
-            f"local step {outer.steps}: steps begin from weights without what exchanges have written, as "
-            "if the program wrote copies of its own into the model; attach the module or "
-            "torch.nn.ParameterList of these copies, with their optimizer",
+            f"local step {outer.steps}: the last exchanges have no effect, because their changes are "
+            "overwritten before the next step, e.g. by the program's own copies of the weights; attach the "
+            "module or torch.nn.ParameterList that holds these copies, with their optimizer",
         )
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.set_up()

@@ -551,8 +551,8 @@ class UpdateSync(Handle):
         require(
             self._undone is None or not self._undone.before(),
             f"local step {outer.steps}: the last exchanges have no effect, because their changes are "
-            "overwritten before the next step, e.g. by the program's own copies of the weights; attach the "
-            "module or torch.nn.ParameterList that holds these copies, with their optimizer",
+            "overwritten before the next step, e.g. by the program's own copies of the weights; attach "
+            "the module or torch.nn.ParameterList that holds these copies, with their optimizer",
         )
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.set_up()

@@ -423,9 +423,8 @@ class Averager(Stateful):
     def _begin_again(self) -> None:
         """After a load, make the next step call ``begin`` again, with the model at that time."""
         self._begun = self._overwritten = False
-        self.resume_at = (
-            0  # forget the step that was set by leaving this rank out in the run before the load
-        )
+        # forget the step that was set by leaving this rank out in the run before the load
+        self.resume_at = 0
         # if the state was saved before the first step, initial models are still compared
         if self._binding is not None and self.steps:
             self._binding.forget_start()

@@ -152,9 +152,8 @@ class Probe:
     # largest number of shifts; if there are no more than this, every link is measured
     shifts: int = 8
     budget: float = 0.6  # fraction of the calibration's time that is spent on the links
-    elements: int = (
-        1 << 22
-    )  # elements of the ranks' vectors: 16 MB, more than most second-level caches
+    # elements of the ranks' vectors: 16 MB, more than most second-level caches
+    elements: int = 1 << 22
     # largest number of calls in a batch of work, which also ends when its time is up
     calls: int = 1000
 

@@ -23,9 +23,8 @@ from sparsync.transports.process_group import NEVER, break_off
 
 __all__ = ["GlooCommunicator"]
 
-_LENGTH: Final = (
-    8  # bytes of the length prefix of a message, if the receiver does not know the length
-)
+# bytes of the length prefix of a message, if the receiver does not know the length
+_LENGTH: Final = 8
 
 
 @final

@@ -20,9 +20,8 @@ from sparsync.transports.ledger import Framing
 
 __all__ = ["MpiCommunicator", "load_mpi"]
 
-_NAP: Final = (
-    0.125  # sleep between checks, as a fraction of the time waited; it bounds how late a wait ends
-)
+# sleep between checks, as a fraction of the time waited; it bounds how late a wait ends
+_NAP: Final = 0.125
 _LONGEST_NAP: Final = 0.0005  # seconds; large messages make progress only while MPI is called
 _LINGER: Final = 1.0  # seconds that ``close`` waits for messages in flight
 # The dtypes that MPI itself reduces.  Floats are only summed there, because MPI's max and min may lose a

@@ -19,9 +19,8 @@ __all__ = ["redsync", "redsync_quantized"]
 _DENSE_BELOW = 128 * 1024  # bytes; section 5.4: an allreduce of smaller layers is cheaper
 _SEARCH_FROM = 4 * 2**20  # bytes; section 5.4
 _FUSION = 4 * 2**20  # bytes of gradient per message; section 5.3 gives no number
-_SEARCHED = (
-    1.5  # average number of entries that a search selects, as a multiple of k; between 1 and 2
-)
+# average number of entries that a search selects, as a multiple of k; between 1 and 2
+_SEARCHED = 1.5
 
 
 def redsync(

@@ -43,9 +43,8 @@ from sparsync.transports.zmq.peers import Link, Parcel, host_and_port, resolved
 
 __all__ = ["Receive", "ZmqCommunicator", "host_over"]
 
-_MEMORY_TICK: Final = (
-    0.002  # seconds between checks for arrivals while ZeroMQ is still reading a payload
-)
+# seconds between checks for arrivals while ZeroMQ is still reading a payload
+_MEMORY_TICK: Final = 0.002
 
 
 @final

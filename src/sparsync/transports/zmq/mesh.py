@@ -57,9 +57,8 @@ GRACE: Final = 0.5
 # its last messages, which may still be in flight.
 LATE: Final = 3.0
 ALIGNMENT: Final = 8  # bytes; kernels read received payloads as words
-SHARED: Final = (
-    8192  # bytes that ZeroMQ reads at a time; shorter frames may share a buffer with others
-)
+# bytes that ZeroMQ reads at a time; shorter frames may share a buffer with others
+SHARED: Final = 8192
 # limit on the bytes of messages that no receive has claimed yet; even the longest message must fit
 MAX_UNCLAIMED: Final = MAX_MESSAGE
 MAX_EARLY: Final = 2**26  # limit on the bytes of messages for groups not joined yet

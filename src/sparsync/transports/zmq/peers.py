@@ -27,9 +27,8 @@ PATIENCE: Final = 2.0
 # minutes.
 BEAT: Final = 5.0
 MOST_SECONDS: Final = 2e6  # libzmq stores milliseconds in a 32-bit int
-HIGH_WATER: Final = (
-    64  # messages that ZeroMQ queues on each side of a link; when both are full, the sender waits
-)
+# messages that ZeroMQ queues on each side of a link; when both are full, the sender waits
+HIGH_WATER: Final = 64
 # Payloads up to this many bytes are sent in the header's frame.  This costs a copy, but saves a second
 # frame, which would have to pass to ZeroMQ's thread and back.  For 57 kB to each of 7 ranks, a second
 # frame took 13 us of the caller's time and 7 us of ZeroMQ's thread, but the copy took only 10 us
@@ -79,9 +78,8 @@ class Parcel:
         elif length > PIECE:
             self.frames = [header, *(view[at : at + PIECE] for at in range(0, length, PIECE))]
         self.zero_copy = length >= ZERO_COPY
-        self.tracker: zmq.MessageTracker | None = (
-            None  # ZeroMQ reads the payload until this is done
-        )
+        # ZeroMQ reads the payload until this is done
+        self.tracker: zmq.MessageTracker | None = None
         self.accepted = False  # whether ZeroMQ has accepted the message
 
     @property

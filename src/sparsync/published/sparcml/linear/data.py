@@ -194,9 +194,8 @@ class _Blocks:
     at the same time, they write the same bytes and need no lock.
     """
 
-    block_bytes: ClassVar[int] = (
-        1 << 26
-    )  # bytes of text; parsing takes up to six times as much memory
+    # bytes of text; parsing takes up to six times as much memory
+    block_bytes: ClassVar[int] = 1 << 26
 
     def __init__(self, path: Path, cache: Path | None) -> None:
         require(path.is_file(), f"{path} is not a file; give the path of a data file")

@@ -20,9 +20,8 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _LINES = 16  # lines per sample
 _SHORTEST = 3  # characters in a trigram
 _MAX_DIMENSIONS = (1 << 31) - 1  # columns are int32
-_FAIR_SHARE = (
-    0.2  # smallest fraction of samples from ``test``, because some systems ship only a stub of it
-)
+# smallest fraction of samples from ``test``, because some systems ship only a stub of it
+_FAIR_SHARE = 0.2
 
 
 def trigram_shard(

@@ -1,6 +1,8 @@
 """Test that copies of a rank's state arrive unchanged, in pieces, or are abandoned."""
 
+import struct
 import threading
+import zlib
 
 import pytest
 import torch
@@ -17,17 +19,17 @@ from sparsync.elastic.catch_up import (
     repeat,
 )
 from sparsync.elastic.copies import CopyServer, fetch, pack, unpack
-from sparsync.errors import ConfigurationError, DeadlineError, PeerError
+from sparsync.errors import ConfigurationError, DeadlineError, PeerError, WireFormatError
 
 
 @given(st.binary(max_size=300))
 def test_packing_loses_nothing(raw):
-    assert unpack(pack(raw)) == raw
+    assert unpack(pack(raw), len(raw)) == raw
 
 
 def test_packing_weights_saves_bytes():
     raw = torch.randn(50_000, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
-    assert unpack(pack(raw)) == raw
+    assert unpack(pack(raw), len(raw)) == raw
     assert len(pack(raw)) < 0.92 * len(raw)
 
 
@@ -125,6 +127,57 @@ def test_catching_up_repeats_steps_bit_for_bit(server, sparse):
     for mine, theirs in zip(late.state_dict().values(), net.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
     assert str(its.state_dict()["state"]) == str(optimizer.state_dict()["state"])
+
+
+BOMB = struct.pack("<II", 40, 1 << 20) + zlib.compress(bytes(1 << 26))
+
+
+@pytest.mark.parametrize(
+    ("size", "piece", "words"),
+    [
+        (b"short", b"", "announced by 5 bytes"),
+        (struct.pack("<qq", 4, 1 << 62), b"", "no memory here"),
+        (struct.pack("<qq", 4, -1), b"", "no memory here"),
+        (struct.pack("<qq", 4, 40), b"short", "a piece of a copy is corrupt"),
+        (struct.pack("<qq", 4, 40), bytes(40), "does not hold 40 bytes"),
+        (struct.pack("<qq", 4, 40), pack(bytes(41)), "does not hold 40 bytes"),
+        (struct.pack("<qq", 4, 40), pack(bytes(40)) + b"more", "does not hold 40 bytes"),
+        (struct.pack("<qq", 4, 40), BOMB, "does not hold 40 bytes"),
+    ],
+    ids=["size", "huge", "negative", "cut", "zeros", "longer", "more", "bomb"],
+)
+def test_a_corrupt_copy_is_an_error(server, monkeypatch, size, piece, words):
+    """The rank that fetches it must be informed; otherwise it would wait for the copy for ever."""
+    monkeypatch.setattr(server, "_answer", lambda what, *_: size if what == b"?" else piece)
+    catch_up = CatchUp("donor", server.endpoint, 5.0, 3)
+    catch_up._thread.join(10)
+    with pytest.raises(PeerError, match=f"{words}.*another rank is asked"):
+        assert not catch_up.done
+
+
+def test_a_piece_that_was_not_asked_for_is_an_error(server):
+    """The server answers every request of the second piece with the first one."""
+
+    class Wrong:
+        def send_multipart(self, frames):
+            who, asked, answer = frames
+            own.send_multipart([who, asked[:9] + bytes(8), answer])
+
+        def __getattr__(self, name):
+            return getattr(own, name)
+
+    own, server._socket = server._socket, Wrong()
+    server.offer(3, bytes(2 * copies.PIECE))
+    with pytest.raises(WireFormatError, match="not asked for"):
+        fetch(server.endpoint, 5.0, 3)
+
+
+def test_any_failure_of_the_fetch_is_told():
+    """The address cannot be parsed, which is an error of ZeroMQ and not of this library."""
+    catch_up = CatchUp("donor", "nowhere", 5.0, 3)
+    catch_up._thread.join(10)
+    with pytest.raises(PeerError, match="another rank is asked"):
+        assert not catch_up.done
 
 
 def test_a_copy_that_does_not_come_is_told(server):

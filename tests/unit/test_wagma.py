@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from sparsync.averaging import LocalSgd
 from sparsync.averaging.schemes import SCHEMES as ALL_SCHEMES
-from sparsync.errors import ConfigurationError, DeadlockError
+from sparsync.errors import ConfigurationError, DeadlockError, PeerError, WireFormatError
 from sparsync.published.baselines import AdPsgd, Dpsgd, EagerSgd, Sgp
 from sparsync.published.baselines.eager import EagerRounds
 from sparsync.published.baselines.gossip import _PairAgent
 from sparsync.published.wagma import Wagma
-from sparsync.published.wagma.agents import round_of, tree_children
+from sparsync.published.wagma.agents import Header, Kind, round_of, tree_children
 from sparsync.published.wagma.scheme import CODECS, ModelRounds, coded_allreduce, group_allreduce
 from sparsync.testing import check_averager
 from sparsync.transports.sim import Fault, Links, simulate
@@ -145,6 +145,45 @@ def test_the_age_of_a_partners_model_is_counted_in_the_askers_steps():
         agent.receive(1, torch.cat([head, torch.ones(2).view(torch.uint8)]))
     counted = agent.participation
     assert (counted.averages, counted.stale, counted.oldest, counted.models) == (2, 1, 3, 4)
+
+
+# a round's collective checks the bodies of DATA
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        *((kind, length) for kind in (Kind.DATA, Kind.PING) for length in (0, 23)),
+        *((kind, length) for kind in (Kind.RESULT, Kind.VIEW, Kind.WELCOME) for length in (24, 31)),
+    ],
+)
+def test_a_corrupt_message_to_an_agent_is_one_clear_error(kind, length):
+    async def program(comm):
+        averager = Wagma(group_size=2)
+        await averager.begin(comm, torch.zeros(2), 0)
+        agent = comm.companions["averaging"]._actor
+        message = torch.frombuffer(
+            bytearray(Header(kind, 2, agent.version).pack()), dtype=torch.uint8
+        )
+        if kind == Kind.RESULT:
+            agent._called = agent.version  # the round has begun
+            agent._advance()
+        message = torch.cat([message, torch.zeros(8, dtype=torch.uint8)])[:length]
+        with pytest.raises(WireFormatError, match=r"a message between companions (has|carries)"):
+            agent.receive(1 - comm.rank, message)
+
+    simulate(program, 2)
+
+
+@pytest.mark.parametrize("length", [0, 7, 8, 15, 17])
+def test_a_corrupt_message_to_a_partner_is_one_clear_error(length):
+    agent = _PairAgent(torch.zeros(2), seed=0, step=0)
+    agent.host = SimpleNamespace(rank=0, world_size=2, send=lambda dest, message: None)
+    with pytest.raises(WireFormatError, match=r"a message between companions (has|carries)"):
+        agent.receive(1, torch.zeros(length, dtype=torch.uint8))
+    for kind in (1, 2):  # an answer without a request, and an unknown kind
+        message = torch.zeros(16, dtype=torch.uint8)
+        message[0] = kind
+        with pytest.raises(PeerError, match=f"rank 1 sent a message of kind {kind} that"):
+            agent.receive(1, message)
 
 
 AGES = {"none": (0, 0), "bounded": (1, 9), "unbounded": (11, 40)}  # tau is 10, of 40 steps

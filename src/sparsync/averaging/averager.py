@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.averaging.binding import Binding, BufferRule, MomentRule, NonFiniteRule
-from sparsync.errors import ConfigurationError, PeerError, require
+from sparsync.errors import ConfigurationError, PeerError, WireFormatError, require
 from sparsync.feedback.changes import Changes
 from sparsync.fields import (
     Common,
@@ -43,6 +44,8 @@ __all__ = [
     "Staleness",
     "at_least_1",
     "mean",
+    "open_message",
+    "values_in",
 ]
 
 _CURE: Final = "load a state that this rank's state_dict() returned, into the same set-up"
@@ -532,6 +535,43 @@ class Companion(Actor):
         """Return the error to raise if this rank waits for a peer that has died or left."""
         where = f"rank {self.host.rank}, local step {step}, phase 'average'"
         return PeerError(f"{where}: rank {peer}: {reason}")
+
+
+def open_message(message: Tensor, layout: struct.Struct) -> tuple[tuple[Any, ...], Tensor]:
+    """Return the fields of the header of a companion's message, and the body (a view).
+
+    Raises:
+        WireFormatError: the message is shorter than a header.
+
+    Example:
+        >>> message = torch.tensor([1, 0, 0, 0, 5, 6], dtype=torch.uint8)
+        >>> open_message(message, struct.Struct("<I"))
+        ((1,), tensor([5, 6], dtype=torch.uint8))
+    """
+    if message.numel() < layout.size:
+        raise WireFormatError(
+            f"a message between companions has {message.numel()} bytes, fewer than its header of "
+            f"{layout.size}; it is corrupt"
+        )
+    return layout.unpack(bytes(message[: layout.size].tolist())), message[layout.size :]
+
+
+def values_in(body: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Return the ``size`` values that are the body of a companion's message (a copy).
+
+    Raises:
+        WireFormatError: the body has a different length.
+
+    Example:
+        >>> values_in(bytes_of(torch.tensor([1.0, 2.0])), 2, torch.float32)
+        tensor([1., 2.])
+    """
+    if body.numel() != size * dtype.itemsize:
+        raise WireFormatError(
+            f"a message between companions carries {body.numel()} bytes, not the {size * dtype.itemsize} "
+            f"of {size} values of {dtype}; it is corrupt, or the ranks have different models"
+        )
+    return body.clone().view(dtype)  # a copy is aligned; a body may start at any byte
 
 
 class Accompanied(Averager):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsync.elastic.copies import Source, fetch
-from sparsync.errors import PeerError, SparsyncError
+from sparsync.errors import PeerError
 from sparsync.exclusive import repeating
 from sparsync.fields import Each, Fields, opened, sealed
 from sparsync.state import packed, unpacked
@@ -90,7 +90,7 @@ class CatchUp:
         self.donor, self.since = donor, since
         self.log: dict[int, Any] = {}
         self.copy: tuple[int, bytearray] | None = None
-        self._error: SparsyncError | None = None
+        self._error: Exception | None = None
         self._stopped = False
 
         # The fetch has its own thread and socket, because this rank meanwhile takes part in all steps.  A
@@ -98,7 +98,8 @@ class CatchUp:
         def work() -> None:
             try:
                 self.copy = fetch(source, timeout, since, lambda: self._stopped)
-            except SparsyncError as error:
+            # whatever it is, ``done`` has to raise it, or this rank would wait for the copy for ever
+            except Exception as error:
                 self._error = error
 
         self._thread = threading.Thread(target=work, name="sparsync-catch-up", daemon=True)

@@ -5,6 +5,7 @@ Only the byte of a float32 that holds most of the exponent is compressed; the ot
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 import zmq
 
-from sparsync.errors import DeadlineError, PeerError
+from sparsync.errors import DeadlineError, PeerError, WireFormatError
 from sparsync.transports.driver import close_at_exit
 from sparsync.transports.zmq.curve import CurveKeys, Password
 from sparsync.transports.zmq.mesh import bind
@@ -27,9 +28,8 @@ PIECE: Final = 2**18  # bytes; small, because exchanges use the same links
 AHEAD: Final = 4
 _LOOK: Final = 0.05  # seconds between requests that ask whether a copy exists
 _ANSWER: Final = struct.Struct("<qq")  # step and number of bytes; 0 bytes if there is no copy yet
-_ASK: Final = struct.Struct(
-    "<cqq"
-)  # "?" (is there a copy?) or "!" (a piece, please), step, first byte
+# "?" (is there a copy?) or "!" (a piece, please), step, first byte
+_ASK: Final = struct.Struct("<cqq")
 _LONGEST: Final = 2**10  # longest request frame in bytes, including encryption
 
 
@@ -37,7 +37,7 @@ def pack(raw: bytes | memoryview) -> bytes:
     """Return bytes that ``unpack`` restores; float32 weights shrink by about a tenth.
 
     Example:
-        >>> unpack(pack(b"0123456789")) == b"0123456789"
+        >>> unpack(pack(b"0123456789"), 10) == b"0123456789"
         True
     """
     # Arrange the bytes in four columns, so that exponents are next to each other for the compressor.  The
@@ -47,12 +47,24 @@ def pack(raw: bytes | memoryview) -> bytes:
     return struct.pack("<II", len(raw), len(high)) + high + low + bytes(raw[words.size :])
 
 
-def unpack(packed: bytes) -> bytes:
-    """Return the bytes that were given to ``pack``."""
-    size, compressed = struct.unpack_from("<II", packed)
-    count, start = size // 4, 8 + compressed
+def unpack(packed: bytes, size: int) -> bytes:
+    """Return the ``size`` bytes that were given to ``pack``.
+
+    Raises:
+        WireFormatError: these are not ``size`` packed bytes.
+    """
+    count, rest = divmod(size, 4)
+    try:
+        claimed, compressed = struct.unpack_from("<II", packed)
+        start = 8 + compressed
+        # the limit is one byte more than expected: a few kilobytes could decompress to gigabytes
+        high = zlib.decompressobj().decompress(packed[8:start], count + 1)
+    except (struct.error, zlib.error) as error:
+        raise WireFormatError(f"a piece of a copy is corrupt: {error}") from error
+    if (claimed, len(high), len(packed)) != (size, count, start + 3 * count + rest):
+        raise WireFormatError(f"a piece of a copy does not hold {size} bytes; it is corrupt")
     words = np.empty((count, 4), np.uint8)
-    words[:, 3] = np.frombuffer(zlib.decompress(packed[8:start]), np.uint8)
+    words[:, 3] = np.frombuffer(high, np.uint8)
     words[:, :3] = np.frombuffer(packed, np.uint8, 3 * count, start).reshape(-1, 3)
     return words.tobytes() + packed[start + 3 * count :]
 
@@ -158,6 +170,7 @@ def fetch(
         DeadlineError: nothing arrived for ``timeout`` seconds, or there was no copy within six times
             that time.
         PeerError: ``stop`` returned True.
+        WireFormatError: an answer is not one of a ``CopyServer``.
     """
     place, key, keys = Source(source) if isinstance(source, str) else source
     endpoint, _, word = place.partition(" ")
@@ -168,7 +181,6 @@ def fetch(
         Password(word.encode()).show(socket)
     else:
         keys.show(socket, key)
-    socket.connect(endpoint)
     heard = time.monotonic()
 
     def ask(what: bytes, step: int, first: int = 0) -> None:
@@ -186,31 +198,53 @@ def fetch(
                     f"the copy of the weights at {endpoint} did not go on within {timeout:g} s"
                 )
         heard = time.monotonic()
-        asked, told = socket.recv_multipart()
-        return (*_ASK.unpack(asked), told)
+        frames = socket.recv_multipart()
+        if len(frames) != 2 or len(frames[0]) != _ASK.size:
+            raise WireFormatError(
+                f"what listens at {endpoint} does not answer as a server of copies does"
+            )
+        return (*_ASK.unpack(frames[0]), frames[1])
+
+    def told_size() -> tuple[int, int]:
+        told = answer()[3]
+        if len(told) != _ANSWER.size:
+            raise WireFormatError(
+                f"the copy at {endpoint} is announced by {len(told)} bytes; it is corrupt"
+            )
+        return _ANSWER.unpack(told)
 
     try:
+        socket.connect(endpoint)
         began, size = time.monotonic(), 0
         while not size:
             ask(b"?", since)
-            step, size = _ANSWER.unpack(answer()[3])
+            step, size = told_size()
             if not size:
                 time.sleep(_LOOK)
             # the copy may take longer than ``timeout``, because the donor makes it only at its next
             # exchange
             if time.monotonic() > began + 6 * timeout:
                 raise DeadlineError(f"there was no copy of the weights at {endpoint}")
-        whole, asked, came = bytearray(size), 0, 0
-        while came < size:
+        try:
+            whole = bytearray(size)
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise WireFormatError(
+                f"the copy at {endpoint} claims to have {size} bytes, for which there is no memory here"
+            ) from error
+        firsts, pending = iter(range(0, size, PIECE)), set[int]()
+        while True:
             # limit the number of open requests: queued pieces would delay exchanges on the same link
-            while asked < size and asked - came < AHEAD * PIECE:
-                ask(b"!", step, asked)
-                asked += PIECE
+            for first in itertools.islice(firsts, AHEAD - len(pending)):
+                ask(b"!", step, first)
+                pending.add(first)
+            if not pending:
+                return step, whole
             _, _, first, packed = answer()
-            piece = unpack(packed)
+            if first not in pending:
+                raise WireFormatError(f"the copy at {endpoint} has a piece that was not asked for")
+            piece = unpack(packed, min(PIECE, size - first))
             whole[first : first + len(piece)] = piece
-            came += len(piece)
-        return step, whole
+            pending.remove(first)
     finally:
         socket.close(linger=0)
         context.term()

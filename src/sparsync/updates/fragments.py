@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -262,6 +262,9 @@ class Exchange:
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 
+_ROTATED: Final = 1 << 22  # elements that are transformed at a time, to limit the memory
+
+
 @final
 class Scratch:
     """Keeps the memory of exchanges that were applied, so that later exchanges can reuse it.
@@ -303,8 +306,12 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
             at = torch.arange(size, dtype=torch.float64, device=flat.device)
             basis = torch.cos(math.pi / size * at[:, None] * (at + 0.5)).mul_(math.sqrt(2 / size))
             basis[0] /= math.sqrt(2)
-            basis = basis.to(flat.dtype)
-            part.copy_((part.view(-1, size) @ (basis if back else basis.T)).flatten())
+            basis = basis.T if not back else basis
+            for rows in torch.split(part.view(-1, size), max(_ROTATED // size, 1)):
+                # CUDA may multiply float32 in TF32, as torch's global settings say.  The error of 4e-4
+                # would then be in no residual, so it would be lost.
+                wide = rows.double() if rows.is_cuda else rows
+                rows.copy_(wide @ basis.to(wide.dtype))
     return flat
 
 

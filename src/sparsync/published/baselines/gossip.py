@@ -18,8 +18,10 @@ from sparsync.averaging.averager import (
     Staleness,
     at_least_1,
     mean,
+    open_message,
+    values_in,
 )
-from sparsync.errors import check_numbers
+from sparsync.errors import PeerError, check_numbers
 from sparsync.kernels import divide_
 from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator, bytes_of
@@ -309,10 +311,8 @@ class _PairAgent(Companion):
         self.model, self.seed = model, seed
         self._asked: Tensor | None = None  # the model sent in the pending request
         self._idle: Reply | None = None
-        self._count, self._step = (
-            0,
-            step - 1,
-        )  # number of exchanges requested; the last local step that the model contains
+        self._count = 0  # exchanges requested
+        self._step = step - 1  # the last local step that the model contains
 
     def update(self, change: Tensor, step: int, reply: Reply, *, ask: bool) -> None:
         """Add a local step's change and reply with the model; with ``ask``, also request an average."""
@@ -338,8 +338,8 @@ class _PairAgent(Companion):
     def receive(self, source: int, payload: Tensor) -> None:
         """Answer a partner's request, or apply its answer."""
         self.ledger.received("average", payload.numel())
-        kind, step = _HEAD.unpack(bytes(payload[:_WORD].tolist()))
-        theirs = payload[_WORD:].clone().view(self.model.dtype)
+        (kind, step), body = open_message(payload, _HEAD)
+        theirs = values_in(body, self.model.numel(), self.model.dtype)
         if kind == _ASK:
             mine = self.model
             self.model = mine + (theirs - mine) / 2
@@ -348,7 +348,12 @@ class _PairAgent(Companion):
             # it gets the reply
             self.post(source, _HEAD.pack(_REPLY, step), mine)
             return
-        assert self._asked is not None, "an answer follows a request"
+        if kind != _REPLY or self._asked is None:
+            raise PeerError(
+                f"rank {self.host.rank}, local step {self._step}, phase 'average': rank {source} sent "
+                f"a message of kind {kind} that this rank did not ask for; do all ranks run the same "
+                "version of sparsync?"
+            )
         self.model = self.model + (theirs - self._asked) / 2
         self.participation.note(0, 2)
         self._asked = None

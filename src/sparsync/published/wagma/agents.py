@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from sparsync.averaging.averager import Companion
+from sparsync.averaging.averager import Companion, open_message, values_in
 from sparsync.errors import PeerError
 from sparsync.transports.actors import Reply
 from sparsync.transports.communicator import Communicator, bytes_of
@@ -127,8 +127,8 @@ class Header(NamedTuple):
     @classmethod
     def cut(cls, message: Tensor) -> tuple[Header, Tensor]:
         """Return the header and the body (a view)."""
-        head, body = message[: _LAYOUT.size], message[_LAYOUT.size :]
-        return cls(*_LAYOUT.unpack(bytes(head.tolist()))), body
+        fields, body = open_message(message, _LAYOUT)
+        return cls(*fields), body
 
 
 class Round(NamedTuple):
@@ -356,12 +356,11 @@ class Agent(Companion):
                 self._advance()
             case Kind.PING:
                 self._post(source, Kind.PONG)
-                if (
-                    header.version <= self._last.version
-                ):  # the sender waits in a round that has ended here
+                # the sender waits in a round that has ended here
+                if header.version <= self._last.version:
                     self._repeat(source, header.version)
             case Kind.VIEW:
-                self._merge(body.clone().view(torch.int64).tolist())
+                self._merge(values_in(body, self.host.world_size, torch.int64).tolist())
             case Kind.WELCOME:
                 self._on_welcome(header, body)
             case Kind.APART:
@@ -388,7 +387,7 @@ class Agent(Companion):
         )
 
     def _values(self, body: Tensor) -> Tensor:
-        return body.clone().view(self._common.total.dtype)  # aligned: a body may start at any byte
+        return values_in(body, self._common.total.numel(), self._common.total.dtype)
 
     def mail_of(self, version: int, view: int, source: int) -> deque[Tensor]:
         """Return the queue of messages from one rank for one round."""
@@ -556,7 +555,7 @@ class Agent(Companion):
     def _on_welcome(self, header: Header, body: Tensor) -> None:
         """Resume at the other ranks' current round."""
         cut = 8 * self.host.world_size
-        generations = body[:cut].clone().view(torch.int64).tolist()
+        generations = values_in(body[:cut], self.host.world_size, torch.int64).tolist()
         if header.version <= self.version and self._is_present(self.host.rank):
             self._merge(generations)
             return

@@ -35,13 +35,14 @@ RANKS = 8
 SCHEMES = ("allreduce", "wagma", "local", "dpsgd", "sgp", "eager-solo", "eager-majority", "adpsgd")
 DELAY = "random:2:0.32"
 TARGET = 0.6  # largest acceptable share of the time that delays add to allreduce
+# small, so that steps consist mostly of waiting
 MODEL = {
     "workload": "bytes",
     "layers": 1,
     "width": 64,
     "batch_size": 4,
     "context": 32,
-}  # small, so that steps consist mostly of waiting
+}
 PERIODS = {"local": {"period": 1}}
 STALL_SIZE = 10_000  # elements
 

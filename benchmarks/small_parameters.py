@@ -75,11 +75,12 @@ CASES: dict[str, tuple[tuple[int, int] | None, int | None]] = {
 SGD = "SGD: gradients"
 ADAM = "AdamW: updates"
 WITHIN, PLAIN = f"{ADAM}, in DDP", f"{ADAM}, plain module"
+# variant -> the variant with which it is compared
 WAYS = {
     SGD: "SGD: DDP",
     WITHIN: "AdamW: DDP",
     PLAIN: "AdamW: DDP",
-}  # variant -> the variant with which it is compared
+}
 
 
 def stepper(way: str, shape: tuple[int, int] | None, unit_bytes: int | None) -> Callable[[], None]:

@@ -41,9 +41,8 @@ def test_its_cost_form_is_what_it_sends(values):
     ranks = SimulatedRanks(Case(algorithm, 8, SIZE, DENSITY, "uniform"))
     expected = Budgeted(Packed(values)).cost(Job(SIZE, ranks.case.k, 8)).words
     for _ in range(2):
-        assert words(ranks.step()) == pytest.approx(
-            expected, rel=0.06
-        )  # the formula is a mean, but this is the busiest rank
+        # the formula is a mean, but this is the busiest rank
+        assert words(ranks.step()) == pytest.approx(expected, rel=0.06)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])

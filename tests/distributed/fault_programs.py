@@ -183,9 +183,8 @@ def average_by_wagma(member, steps, deadline):
     averager.finish()
     alive = set(range(member.ranks)) - ({fault.victim} if fault.how == "SIGKILL" else set())
     store = dist.distributed_c10d._get_default_store()
-    member.meet(
-        store, "finished", alive
-    )  # a rank that ends may take with it messages that others have not read
+    # a rank that ends may take with it messages that others have not read
+    member.meet(store, "finished", alive)
     comm.close()
     left_out = [entry[0] for entry in averager.left_out]
     return {"own": own, "left out": left_out, "weights": net.weight.sum().item()}
@@ -243,9 +242,8 @@ def killed_while_exchanging(member):
     member.join()
     optimizer = torch.optim.AdamW((net := model()).parameters(), lr=0.1)
     transport = sparsync.Transport(member.fault.transport, member.fault.timeout)
-    sync = sparsync.attach(
-        net, optimizer, transport=transport
-    )  # the first steps exchange every time
+    # the first steps exchange every time
+    sync = sparsync.attach(net, optimizer, transport=transport)
     train(net, range(2 * AT + 1), optimizer)
     comm = type(sync.reducer.comm)
     comm.alltoallv, send = Communicator.alltoallv, comm.start_send

@@ -447,9 +447,8 @@ def test_lightning_with_two_optimizers(folder, kind):
     )
     trainer.fit(module, batches())
     steps = callback.sync.stats()["local_steps"]
-    assert steps == (
-        2 * 8 if kind == "SGD" else 8
-    )  # one of 4 x 2 batches per backward pass; or both
+    # one of 4 x 2 batches per backward pass; or both
+    assert steps == (2 * 8 if kind == "SGD" else 8)
     assert same_everywhere(flat(module)) and not torch.equal(flat(module), before)
 
 

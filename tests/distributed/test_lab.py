@@ -57,9 +57,8 @@ def test_everything_crosses_the_wire_and_the_kernel_counts_it():
     payload = 2 * 4 * elements * (ranks - 1) / ranks
     for (_, _, sent, received), total in zip(rows, counted, strict=True):
         assert payload <= sent <= total.sent and payload <= received <= total.received
-        assert (
-            max(total.sent, total.received) <= 1.1 * payload + 100_000
-        )  # headers, groups, barrier
+        # headers, groups, barrier
+        assert max(total.sent, total.received) <= 1.1 * payload + 100_000
     assert seconds > 8 * payload / lab.bits_per_second
     assert interfaces() == host
     assert programs.namespace_of("thread-self") == outside
@@ -249,9 +248,8 @@ def test_two_labs_do_not_meet():
                 best = programs.best([ends], 2_500_000, 0.9 * lab.bits_per_second)
             assert 0.9 < best / lab.bits_per_second < 1.1
             second_sent = second.traffic()[0].sent
-            assert (lab is second) == (
-                second_sent > 2_500_000
-            )  # the other lab's bytes are not visible here
+            # the other lab's bytes are not visible here
+            assert (lab is second) == (second_sent > 2_500_000)
 
 
 def gone(inodes: list[int], seconds: float = 15.0) -> list[str]:

@@ -48,13 +48,14 @@ class Job:
 
     def light(self):
         """Start a lighthouse, where the last one was."""
+        # in this process, because pytest then shows its output if a test fails
         self.lighthouse = LighthouseServer(
             bind=f"127.0.0.1:{self.port}",
             min_replicas=1,
             join_timeout_ms=60_000,
             quorum_tick_ms=20,
             heartbeat_timeout_ms=500,
-        )  # pytest shows its output if a test fails
+        )
         self.port = int(self.lighthouse.address().rpartition(":")[2])
         self.address = f"http://127.0.0.1:{self.port}"
 

@@ -320,9 +320,8 @@ def test_buffers(column):
         training, alone = Training(column, normed(), ddp={"broadcast_buffers": averaged}), normed()
         for step in range(STEPS):
             training.backward(step)
-            mean_square(
-                alone, step, here()
-            )  # statistics of the inputs do not depend on the weights
+            # statistics of the inputs do not depend on the weights
+            mean_square(alone, step, here())
             training.step()
         training.finish()
         training.close()

@@ -448,9 +448,8 @@ class World:
         self.over = False  # whether a member has reached the end
         self.others = set()  # what members hold at the end that is not exchanged
         self.asked, self.groups = {}, [()]  # members that ask for a quorum; the groups by number
-        self.weights = {
-            0: np.zeros(size, np.float32)
-        }  # by step, of all members that are not behind
+        # by step, of all members that are not behind
+        self.weights = {0: np.zeros(size, np.float32)}
         # by step and attempt: accounts, committed members, and the resulting weights; by step: the
         # valid attempt
         self.accounts, self.committers = {}, defaultdict(list)
@@ -675,9 +674,8 @@ class World:
         if step not in self.attempts or member.members.attempt == len(self.groups) - 1:
             self.hold(step, attempt)
         by = self.committers[step, attempt]
-        holds = (
-            self.attempts[step] == attempt
-        )  # otherwise it is late, and others have repeated the step
+        # otherwise it is late, and others have repeated the step
+        holds = self.attempts[step] == attempt
         if holds:
             self.standing = self.groups[attempt]
         accounts = self.accounts[step, attempt]

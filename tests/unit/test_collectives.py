@@ -379,10 +379,8 @@ def test_the_total_shares_no_memory_with_what_was_delivered(name):
 
 
 def test_the_form_of_the_total_follows_the_limit():
-    few, many = (
-        make_vectors(4, per_rank=10),
-        make_vectors(4, per_rank=80),
-    )  # of 200; the limit is 100
+    # of 200; the limit is 100
+    few, many = make_vectors(4, per_rank=10), make_vectors(4, per_rank=80)
     for name, make in FACTORIES.items():
         small, large = (reduce_all(make, v, k=200).results[0].total for v in (few, many))
         assert isinstance(small, DenseVector) == ("dense" in name), name

@@ -86,9 +86,8 @@ def test_the_user_is_told_where_small_layers_send_most_bytes(sizes, ranks, densi
         assert (
             "83 % of the bytes" in said[0] and "resolve('redsync', compress_thd=0), or " in said[0]
         )
-    own = replace(
-        options, compression=Compression(compress=rule)
-    )  # another function: the user's own
+    # another function: the user's own
+    own = replace(options, compression=Compression(compress=rule))
     own.tell_of_bytes(units, ranks, said.append)
     assert len(said) == (share > 0.5)
 
@@ -243,9 +242,8 @@ def test_growth_is_told_of_steady_growth_but_not_of_filling_falling_or_slow_chan
     assert told(lambda step: math.log2(1 + step))[0] < 1_000  # linear
     assert not told(lambda step: min(step, 100) / 10)  # the residual fills, then stays
     assert not told(lambda step: -step / 100)
-    assert not told(
-        lambda step: step / 1_000
-    )  # a doubling in ten windows: gradients of decaying weights
+    # a doubling in ten windows: gradients of decaying weights
+    assert not told(lambda step: step / 1_000)
     assert not told(lambda step: 3.0 * (step % 7 == 0))  # noise
 
 

@@ -230,9 +230,8 @@ def test_everyone_is_in_one_group_of_about_the_size_asked_for(case):
 
 
 def test_a_rank_finds_its_group_without_listing_the_others():
-    members = group_of(
-        123_456_789, 10**9 + 7, 4, step=10**6
-    )  # listing all ranks would take minutes
+    # listing all ranks would take minutes
+    members = group_of(123_456_789, 10**9 + 7, 4, step=10**6)
     assert 123_456_789 in members
     assert all(group_of(rank, 10**9 + 7, 4, step=10**6) == members for rank in members)
 

@@ -150,9 +150,8 @@ def test_products_on_threads_are_the_same_products(monkeypatch):
         np.testing.assert_allclose(sums.to_dense()[:-1], features.T @ labels, atol=1e-12)
         assert sums.to_dense()[-1] == labels.sum()
         with monkeypatch.context() as patched:
-            patched.setattr(
-                "sparsync.published.sparcml.linear.problem._COMPACT", 0
-            )  # sums are sorted
+            # sums are sorted
+            patched.setattr("sparsync.published.sparcml.linear.problem._COMPACT", 0)
             compact = products.transposed(features, labels)
         assert torch.equal(sums.indices, compact.indices)
         assert torch.equal(sums.values, compact.values)

@@ -94,9 +94,8 @@ def test_every_line_is_in_one_block(scratch, texts, block_bytes, suffix):
     path = scratch.with_suffix(f".svm{suffix}")
     content = "\n".join([*texts, "1 5:1"]).encode()
     path.write_bytes(WRITERS[suffix](content))
-    os.utime(
-        path, ns=(0, next(TIMES))
-    )  # makes the file count as changed, whatever the clock's resolution
+    # makes the file count as changed, whatever the clock's resolution
+    os.utime(path, ns=(0, next(TIMES)))
     with patch.object(_Blocks, "block_bytes", block_bytes), _Blocks(path, None) as blocks:
         labels = blocks.complete(0, 1)[1]
     assert np.concatenate(labels).tolist() == [

@@ -94,9 +94,8 @@ def test_every_after_trains_on_two_ranks(tmp_path):
     assert process.returncode == 0, process.stderr
     lines = [line.split(" | ") for line in process.stdout.splitlines() if " | " in line]
     assert [name for name, *_ in lines] == list(mine)
-    assert (
-        "UserWarning" not in process.stderr
-    )  # the warning of attach about an unsuitable optimizer
+    # the warning of attach about an unsuitable optimizer
+    assert "UserWarning" not in process.stderr
     for name, equal, learns, losses in lines:
         assert (equal, learns) == ("equal True", "learns True"), (name, losses)
     assert all((tmp_path / name).is_dir() for name in ("onebit", "checkpoints"))

@@ -47,11 +47,12 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
             {"treshold_period": 9},
             r"no option treshold_period \(did you mean threshold_period\?\); it has balance, ",
         ),
+        # as the paper calls it
         (
             "oktopk",
             {"tau": 9},
             r"tau \(did you mean repartition_period\?\)",
-        ),  # as the paper calls it
+        ),
         ("oktopk", {"buckets": 0}, "buckets is 0; give at least 1"),
         ("oktopk", {"threshold_period": 0}, "threshold_period is 0"),
         ("oktopk", {"repartition_period": 0}, "repartition_period is 0"),

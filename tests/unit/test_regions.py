@@ -51,9 +51,8 @@ def test_schedule_gives_every_message_its_turn(world_size, rotate):
         others = [r for r in range(world_size) if r != rank]
         assert sorted(dest for dest, _ in mine) == sorted(source for _, source in mine) == others
     for turn in range(world_size - 1):
-        if (
-            rotate
-        ):  # turns are paired: if r sends to d in a turn, d expects r's message in the same turn
+        # turns are paired: if r sends to d in a turn, d expects r's message in the same turn
+        if rotate:
             for rank in range(world_size):
                 dest, _ = turns[rank][turn]
                 assert turns[dest][turn][1] == rank

@@ -244,9 +244,8 @@ def test_connections_that_say_nothing_are_closed_when_they_are_many(exhausted, m
 def test_early_messages_are_counted_once_and_bounded(monkeypatch):
     monkeypatch.setattr(mesh, "MAX_EARLY", 100_000)
     with ZmqCommunicator(0, 1, store=HashStore(), timeout=5.0, changing=True) as comm:
-        monkeypatch.setattr(
-            comm.mesh, "_spoken", lambda frame: None
-        )  # they came over no connection
+        # they came over no connection
+        monkeypatch.setattr(comm.mesh, "_spoken", lambda frame: None)
         most = 100_000 // (mesh.PER_MESSAGE + 56)
         for job in range(1, 2000):
             header = Header(0, 1, comm.mesh.job ^ job, 0, 0, 0, -1, 0, 0).pack()

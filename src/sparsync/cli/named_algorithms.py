@@ -215,10 +215,8 @@ def _described(parameters: Mapping[str, Parameter], option: str) -> str:
 
 def _readers(kind: Any) -> list[_Reader]:
     """Return a reader for each type of value, in the order in which to try them; words come last."""
-    if isinstance(kind, str) or kind in (
-        Any,
-        Parameter.empty,
-    ):  # its module does not state the type
+    # a string is an annotation that was not evaluated, so the type is unknown, too
+    if isinstance(kind, str) or kind in (Any, Parameter.empty):
         kind = bool | int | float | str | None
     if get_origin(kind) in (Union, types.UnionType):
         found = [reader for member in get_args(kind) for reader in _readers(member)]

@@ -41,9 +41,8 @@ _NATIVE = "dense"  # always a native allreduce: the baseline that is available t
 _UNITS = MappingProxyType(
     {
         "bandwidth": MappingProxyType({"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}),
-        "latency": MappingProxyType(
-            {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
-        ),  # units per second
+        # units per second
+        "latency": MappingProxyType({"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}),
     }
 )
 _BITS_PER_BYTE = 8

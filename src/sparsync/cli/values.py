@@ -162,9 +162,8 @@ Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # NumPy's generators have the small
 Size = Annotated[int, Bounds(1, 10**6)]  # lengths of a batch, a layer or a window
 Elements = Annotated[int, Bounds(1, 10**12)]  # elements of a model
 Bytes = Annotated[float, Bounds(0, 10**18)]
-ModelSize = Annotated[
-    int, Bounds(0, 10**15)
-]  # larger than any real model, because nothing is allocated
+# larger than any real model, because nothing is allocated
+ModelSize = Annotated[int, Bounds(0, 10**15)]
 Positive = Annotated[float, Bounds(0, 10**9, above=True)]
 Rates = Annotated[float, Bounds(0, 10**9)]  # learning rates, penalties and similar, which may be 0
 Seconds = Annotated[float, Bounds(0, 10**6)]

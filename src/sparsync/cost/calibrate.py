@@ -169,9 +169,8 @@ async def _measure_work(comm: Communicator, seconds: float, probe: Probe) -> dic
     length = seconds / len(tasks) / (_BATCHES + 1)
     await comm.barrier()
     end = comm.now + seconds
-    for batch in range(
-        _BATCHES + 1
-    ):  # interleaved, so that a busy moment affects all kinds of work
+    # interleaved, so that a busy moment affects all kinds of work
+    for batch in range(_BATCHES + 1):
         if batch > _AT_LEAST and comm.now >= end:
             break
         for name, task in tasks.items():

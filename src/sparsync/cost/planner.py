@@ -71,10 +71,8 @@ BACKWARD = 2 / 3
 STEP_PASSES, EXCHANGE_PASSES = 8, 8
 _NEARLY = 0.9  # fraction of the largest number of entries that fits a budget
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is searched
-_PER_DECADE, _HALVINGS = (
-    4,
-    40,
-)  # this search tries 4 points per decade, and then halves the interval 40 times
+# this search tries 4 points per decade, and then halves the interval 40 times
+_PER_DECADE, _HALVINGS = 4, 40
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,8 @@ PairTimes = Mapping[tuple[int, int], float]
 _GAP: Final = 3.0
 _SHORTEST: Final = 5e-4  # seconds; shorter times depend more on busy cores than on links
 _FEWEST: Final = 4  # ranks, i.e. two sites of two ranks
-_SMALLEST, _FACTOR, _LARGEST = (
-    1 << 10,
-    4,
-    1 << 18,
-)  # bytes of the smallest message, factor from size to size, bytes of the largest message
+# bytes of the smallest message, factor from size to size, bytes of the largest message
+_SMALLEST, _FACTOR, _LARGEST = 1 << 10, 4, 1 << 18
 # round-trips to a rank; the fastest counts, and an additional one before them warms up
 _TRIPS: Final = 3
 _SECONDS: Final = 5.0  # a larger size is started only if it will probably end within this time

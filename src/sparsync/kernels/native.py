@@ -83,12 +83,8 @@ _SMALL: Final = 1 << 14
 _SAMPLED: Final = 1 << 17
 _STRIDE: Final = 256  # largest distance between sampled elements
 _SAMPLES: Final = 1 << 12  # smallest number of samples
-_ENTRY_BYTES: Final = (
-    8,
-    2,
-    1,
-    4,
-)  # the smallest number of bytes per entry in a message, by the form of its values
+# the smallest number of bytes per entry in a message, by the form of its values
+_ENTRY_BYTES: Final = (8, 2, 1, 4)
 
 
 @functools.cache

@@ -69,9 +69,8 @@ def find(x: Tensor, key: int, limit: int | None) -> tuple[Tensor, Tensor] | None
         (tensor([1]), tensor([3.]))
     """
     keys = magnitude_keys(x)
-    if (
-        key > torch.iinfo(keys.dtype).max
-    ):  # above all keys, and too large for their dtype to compare
+    # a key above all others is too large for their dtype, so it cannot be compared with them
+    if key > torch.iinfo(keys.dtype).max:
         indices = torch.empty(0, dtype=torch.int64, device=x.device)
     else:
         indices = (keys >= max(key, 1)).nonzero().flatten()
@@ -96,9 +95,8 @@ def top(x: Tensor, k: int) -> Tensor:
     kth = torch.topk(keys, k, sorted=False).values.min().clamp(min=1)  # zeros are never selected
     positions = (keys >= kth).nonzero().flatten()
     surplus = positions.numel() - k
-    if (
-        surplus > 0
-    ):  # several elements tie at the k-th magnitude: drop those with the highest positions
+    # several elements tie at the k-th magnitude: drop those with the highest positions
+    if surplus > 0:
         ties = (keys[positions] == kth).nonzero().flatten()
         keep = torch.ones(positions.numel(), dtype=torch.bool, device=x.device)
         keep[ties[ties.numel() - surplus :]] = False

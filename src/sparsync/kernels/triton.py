@@ -472,9 +472,8 @@ def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK
     wanted = (ones == 1) & (order < n)
     low_at = order * low
     low_bits = tl.zeros([BLOCK], tl.int64)
-    for octet in tl.static_range(
-        5
-    ):  # 32 bits that begin in one octet end in the fifth at the latest
+    # 32 bits that begin in one octet end in the fifth at the latest
+    for octet in tl.static_range(5):
         place = (low_at >> 3) + octet
         octets = tl.load(packed_ptr + place, mask=wanted & (place * 8 < end), other=0).to(tl.int64)
         low_bits |= octets << (8 * octet)

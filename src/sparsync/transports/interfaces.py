@@ -36,10 +36,8 @@ __all__ = [
 VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 _UP, _LOOPBACK = 0x1, 0x8  # net/if.h, on Linux and macOS
 _V4, _V6 = 4, 8  # offsets of the address in sockaddr_in and sockaddr_in6
-_ELSEWHERE: Final = (
-    "192.0.2.1",
-    "2001:db8::1",
-)  # documentation addresses (RFC 5737, RFC 3849), which are reached by the default route
+# addresses for documentation (RFC 5737, RFC 3849), which no machine has: the default route leads there
+_ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 
 
 @final

@@ -169,9 +169,8 @@ def predicted_phases(
     found = dict.fromkeys(STAGES, 0.0)
     for exchanging, group in groups:
         words = QUANTIZED if exchanging is QUANTISED_RGC else PLAIN
-        transfer = equation_1(
-            ranks, DENSITY, alpha=0.0, beta=machine.beta, words_per_entry=words
-        )  # one message carries all layers, so add its latency once
+        # one message carries all layers, so add its latency once
+        transfer = equation_1(ranks, DENSITY, alpha=0.0, beta=machine.beta, words_per_entry=words)
         added = Timing(machine.launch, machine.memory * machine.scattered * words * DENSITY)
         rounds = (ranks - 1).bit_length()
         found["communicate"] += rounds * machine.alpha

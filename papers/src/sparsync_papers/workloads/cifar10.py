@@ -36,10 +36,8 @@ from sparsync_papers.workloads.folders import (
 )
 
 _PIXELS = 3 * 32 * 32
-_MEAN, _DEVIATION = (
-    (0.4914, 0.4822, 0.4465),
-    (0.2470, 0.2435, 0.2616),
-)  # mean and deviation of the training images
+# mean and deviation of the training images
+_MEAN, _DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 _FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin", ".")
 _ADVICE = "unpack CIFAR-10's python or binary archive there"
 

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _BILINEAR = 2  # Pillow's number for this filter
-_MEAN, _DEVIATION = (
-    (0.485, 0.456, 0.406),
-    (0.229, 0.224, 0.225),
-)  # mean and deviation of ImageNet's training images
+# mean and deviation of ImageNet's training images
+_MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 

@@ -122,9 +122,8 @@ class LinesWorkload(Workload):
     defaults: ClassVar[Defaults] = Defaults(sgd_lr=0.1, adam_lr=1e-3, batch_size=16)
 
     def __post_init__(self) -> None:
-        BytesWorkload(
-            self.context, self.width, self.layers
-        )  # refuses settings that the model cannot have
+        # refuses settings that the model cannot have
+        BytesWorkload(self.context, self.width, self.layers)
         if self.max_tokens < self.context:
             raise ConfigurationError(
                 f"max_tokens is {self.max_tokens}, less than a line of context {self.context}; "

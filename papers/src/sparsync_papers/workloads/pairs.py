@@ -43,9 +43,8 @@ PAD, START, END = "<pad>", "<s>", "</s>"
 SPECIAL = (PAD, UNKNOWN, START, END)  # the first words of every vocabulary: numbers 0 to 3
 
 Pair = tuple[Path, Path]  # sources and targets
-Vocabularies = tuple[
-    Vocabulary, Vocabulary
-]  # vocabularies of the source and the target, possibly the same
+# vocabularies of the source and the target, possibly the same
+Vocabularies = tuple[Vocabulary, Vocabulary]
 _HEAD_WIDTH = 64  # width of an attention head (Vaswani et al. 2017)
 _NEVER = "\0"  # stands for an unknown word in a translation, so that it matches no reference
 

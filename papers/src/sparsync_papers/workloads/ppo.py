@@ -197,10 +197,8 @@ class Ppo:
         """Return the loss of the chosen steps; advantages are normalised over all steps."""
         logits, values = model(experience.observations[chosen])
         new = _log_probabilities(logits, experience.actions[chosen])
-        every, eps = (
-            experience.advantages,
-            torch.finfo(values.dtype).eps,
-        )  # avoids a division by 0 if all advantages are equal
+        # avoids a division by 0 if all advantages are equal
+        every, eps = experience.advantages, torch.finfo(values.dtype).eps
         advantages = (every[chosen] - every.mean()) / (every.std(correction=0) + eps)
         loss = clipped_loss(new, experience.log_probabilities[chosen], advantages, clip=self.clip)
         return loss + self.value_weight * F.mse_loss(values, experience.targets[chosen])

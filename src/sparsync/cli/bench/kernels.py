@@ -182,9 +182,8 @@ class Comparison(NamedTuple):
     """A function whose speed is compared between the device's kernels and torch operations."""
 
     name: str
-    make: Callable[
-        [], tuple[Any, ...]
-    ]  # makes fresh arguments, which either function may overwrite
+    # makes fresh arguments, which either function may overwrite
+    make: Callable[[], tuple[Any, ...]]
     fast: Callable[..., Any]
     plain: Callable[..., Any]
     in_place: bool = False  # the changed arguments are part of the result

@@ -42,10 +42,8 @@ def train_linear(settings: LinearSettings) -> list[LinearResult] | None:
         >>> ring.objective[2] < ring.objective[0], ring.objective_difference < 1e-5
         (True, True)
     """
-    from sparsync.cli.linear.rank import (
-        simulate_all,
-        train_all,
-    )  # imported here because it imports SciPy
+    # imported here because it imports SciPy
+    from sparsync.cli.linear.rank import simulate_all, train_all
 
     connection = settings.connection()
     if connection.simulated:

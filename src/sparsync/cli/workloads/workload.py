@@ -34,9 +34,8 @@ __all__ = [
 Tensors: TypeAlias = "Tensor | tuple[Tensor, ...]"
 Batch: TypeAlias = "tuple[Tensors, Tensors]"  # inputs and targets
 
-PADDING = (
-    -100
-)  # marks a position without a target, which losses ignore (torch's default ``ignore_index``)
+# marks a position without a target, which losses ignore (torch's default ``ignore_index``)
+PADDING = -100
 
 
 @dataclass(frozen=True)

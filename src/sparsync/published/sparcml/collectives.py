@@ -276,9 +276,8 @@ class Dynamic(StreamCollective):
                 payloads, own = encode_regions(codec.sparse, mine, boundaries, comm.rank)
         else:
             payloads, own = self._rounded(call, mine.split(boundaries), boundaries)
-        width = max(
-            map(sub, boundaries[1:], boundaries)
-        )  # over all regions, including this rank's own, so that the width is equal on all ranks
+        # over all regions, including this rank's own, so that the width is equal on all ranks
+        width = max(map(sub, boundaries[1:], boundaries))
         most = codec.sparse.nbytes(min(call.most, width), width, call.dtype)
         capacities, framing = [most] * comm.world_size, MessageFraming(codec)
         # The number of entries per region is unknown, so the capacity assumes that all k are in one

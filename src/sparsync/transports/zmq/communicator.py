@@ -270,9 +270,8 @@ class ZmqCommunicator(Communicator):
         around = [(rank + shift) % world_size for shift in range(1, world_size)]
         wanted = {r: capacities[r] for r in around if capacities[r] or framing.variable}
         arriving = self._receive(wanted, phase, framing)
-        hosts = {
-            id(payload): _staged(payload) for payload in payloads
-        }  # staged once per payload, which is often the same for all
+        # staged once per payload, which is often the same for all
+        hosts = {id(payload): _staged(payload) for payload in payloads}
         outgoing = {dest: hosts[id(payloads[dest])] for dest in around}
         given = {dest: p for dest, p in outgoing.items() if p.numel() or framing.variable}
         sending = self._send_all(given, phase)

@@ -146,9 +146,8 @@ def _load(
         spans, found = blocks.complete(rank, world_size)
         lowest, highest = min(low for low, _ in spans), max(high for _, high in spans)
         if base is None:
-            base = min(
-                lowest, 1
-            )  # the first column is 0 if it occurs anywhere (scikit-learn's rule)
+            # the first column is 0 if it occurs anywhere (scikit-learn's rule)
+            base = min(lowest, 1)
         width = max(highest - base + 1, 1) if dimensions is None else dimensions
         require(width >= 1, f"dimensions {width}; expected at least 1")
         last = base + width - 1
@@ -206,9 +205,8 @@ class _Blocks:
             self.folder = Path(cache) / f"{path.name}-{zlib.crc32(whole):08x}"
         self.state = self._state()
         opener: Any = {".gz": gzip.open, ".bz2": bz2.open}.get(path.suffix, open)
-        self.text = opener(
-            path, "rb"
-        )  # seeking forward in a compressed file decompresses only once
+        # seeking forward in a compressed file decompresses only once
+        self.text = opener(path, "rb")
         self._next = -1  # the block that starts at the current position in the text
         self._parsed = False
 
@@ -287,9 +285,8 @@ class _Blocks:
 
         start, stop = block * self.block_bytes, (block + 1) * self.block_bytes
         with self._reading(f" in bytes {start:,} to {stop:,} of its text"):
-            if (
-                block != self._next
-            ):  # avoid a seek backwards, which would decompress everything again
+            # avoid a seek backwards, which would decompress everything again
+            if block != self._next:
                 self.text.seek(max(start - 1, 0))
                 if start:
                     self.text.readline()  # a line that starts earlier belongs to the previous block

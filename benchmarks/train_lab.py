@@ -69,7 +69,7 @@ def report(results: list[TrainResult], settings: TrainSettings) -> str:
     half = next((r for r in results if r.algorithm == "fp16"), None)
     heads = (
         "| algorithm | times faster than dense | than fp16 | seconds to the loss | steps "
-        "| seconds per step | of it computation | rest | sent per step | counted by the kernel "
+        "| seconds per step | of which computation | rest | sent per step | counted by the kernel "
         "| replicas equal |"
     )
     return "\n".join(

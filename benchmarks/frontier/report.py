@@ -271,7 +271,7 @@ def written(section: Section) -> list[str]:
         "",
         *table(heads, [cells(section, entry) for entry in section.entries.values()]),
     ]
-    heads = ["method", "optimizer", "seconds per step", "of it computation", "rest", "hidden"]
+    heads = ["method", "optimizer", "seconds per step", "of which computation", "rest", "hidden"]
     heads += ["seconds to dense's loss at 2/3", "times faster", "at its end", "times faster"]
     for lab, timed in sorted(section.labs.items()):
         found = [lab_cells(section, entry, timed) for entry in section.entries.values()]

@@ -176,7 +176,10 @@ def test_a_second_actor_ends_the_first():
     assert closed == []
     EagerSgd()._run(comm, "second")
     assert closed == ["first"]
-    with pytest.raises(ConfigurationError, match="Subgroup runs no actors; use zmq, torch or mpi"):
+    with pytest.raises(
+        ConfigurationError,
+        match="Subgroup cannot run this scheme's companion; use zmq, torch or mpi",
+    ):
         EagerSgd()._run(Subgroup(SoloCommunicator(), [0]), "third")
 
 

@@ -198,7 +198,9 @@ def test_a_command_has_a_deadline(monkeypatch):
 def test_a_missing_tool_names_its_package(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(kernel, "_ALSO_IN", str(tmp_path))
-    with pytest.raises(ConfigurationError, match="'ip' is not there; install the package iproute2"):
+    with pytest.raises(
+        ConfigurationError, match="the command 'ip' was not found; install the package iproute2"
+    ):
         kernel._find_tool("ip")
     tool = tmp_path / "tc"
     tool.write_text("#!/bin/sh\n")

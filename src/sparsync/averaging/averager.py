@@ -587,7 +587,9 @@ class Accompanied(Averager):
     def _run(self, comm: Communicator, actor: Actor) -> None:
         """Run an actor alongside each rank, until the communicator is closed or gets a new actor."""
         if not isinstance(comm, HostsActors):
-            raise ConfigurationError(f"{type(comm).__name__} runs no actors; use zmq, torch or mpi")
+            raise ConfigurationError(
+                f"{type(comm).__name__} cannot run this scheme's companion; use zmq, torch or mpi"
+            )
         # a communicator has one actor at most, because two would receive each other's messages
         old = comm.companions.pop("averaging", None)
         if old is not None:

@@ -447,7 +447,9 @@ def _find_tool(name: str, package: str = "iproute2") -> str:
     """Return a program's path; if the program is missing, refuse and name the package to install."""
     path = shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:{_ALSO_IN}")
     if path is None:
-        raise ConfigurationError(f"lab: {name!r} is not there; install the package {package}")
+        raise ConfigurationError(
+            f"lab: the command {name!r} was not found; install the package {package}"
+        )
     return path
 
 

@@ -447,7 +447,7 @@ class Attendance:
             raise ConfigurationError(
                 f"{place}: the learning rate is {lr:g} here and {its_lr:g} on rank {first}, or other "
                 "rates differ; name their scheduler on all ranks, as in sync.carry(scheduler=scheduler): "
-                "a rank that joins then continues the others' schedule"
+                "a rank that joins then continues the schedule of the other ranks"
             )
         if weights and its_weights and weights != its_weights:
             raise ConfigurationError(

@@ -313,10 +313,9 @@ class PresentRanks(Ranks):
             if weights_digest(self._weights) != extras["weights"]:
                 place = self._reducer.comm.ledger.place(step)
                 raise PeerError(
-                    f"{place}: this rank has repeated the others' steps, but its weights differ "
-                    "from theirs; "
-                    "between backward() and the optimizer's step, do the same on all ranks, and to "
-                    "gradients alone"
+                    f"{place}: this rank has repeated the other ranks' steps, but its weights differ "
+                    "from theirs; between backward() and the optimizer's step, do the same on all ranks, "
+                    "and change only gradients"
                 )
         self.membership.end_of_leaving()
         missed, self._missed = self._missed, False

@@ -490,7 +490,7 @@ class PresentUpdateRanks(UpdateRanks):
         if self._shared_weights() != extras["weights"]:
             place = self._reducer.comm.ledger.place(step)
             raise PeerError(
-                f"{place}: this rank has repeated the others' exchanges, but its shared weights "
+                f"{place}: this rank has repeated the other ranks' exchanges, but its shared weights "
                 "differ from theirs; run all ranks on the same kind of processor, and the same "
                 "build of torch"
             )

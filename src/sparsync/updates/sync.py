@@ -446,8 +446,8 @@ class UpdateSync(Handle):
             module = ddp.module
             if ddp._join_config.enable:
                 raise ConfigurationError(
-                    "join() is for gradients, and updates are exchanged; without it, call sync.step() on "
-                    "a rank that is out of batches, as often as the others' optimizers step"
+                    "join() works only if gradients are exchanged, but here updates are; instead, a rank "
+                    "that is out of batches calls sync.step() whenever the other ranks' optimizers step"
                 )
         assert module is not None
         if ddp is None:

@@ -276,7 +276,7 @@ class Codec(ABC, Generic[V]):
         if header.size not in (None, size):
             raise WireFormatError(
                 f"a message is for a region of {header.size} elements, expected {size}; do all ranks "
-                "cut the same regions?"
+                "divide the vector in the same way?"
             )
         return header, payload[header.nbytes :]
 

@@ -93,7 +93,7 @@ def check_elastic(settings: TrainSettings, label: str) -> None:
         (
             "--target-step",
             settings.target_step is not None,
-            "it trains by one algorithm, with no dense beside it; omit it",
+            "it trains with one algorithm only, so there is no dense run; omit it",
         ),
         (
             f"--buffers {settings.buffers}",
@@ -134,7 +134,7 @@ def check_algorithms(settings: TrainSettings, algorithms: Sequence[str]) -> tupl
         )
     if target is not None and "dense" not in algorithms:
         raise ConfigurationError(
-            f"--target-step {target} asks for the loss of dense, which is not among the algorithms "
+            f"--target-step {target} needs the loss of dense, which is not among the algorithms "
             f"{', '.join(algorithms)}; add dense"
         )
     # To check the target, ranks wait for each other after every step.  "updates" is allowed, because by

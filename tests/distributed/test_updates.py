@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import io
 import itertools
 
@@ -18,11 +19,9 @@ from sparsync.cost.machine import Machine
 from sparsync.errors import CheckpointError, PeerError
 from sparsync.feedback.reducer import Reducer
 from sparsync.frameworks.common import save_beside
-from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager, OuterStep
-from sparsync.updates import sync as sync_module
+from sparsync.updates import OUTER_SETTINGS, AdaptivePeriod, OuterAverager, OuterStep, advice
 from sparsync.updates.fragments import Weights
 from sparsync.updates.outer_engine import OuterEngine
-from sparsync.updates.sync import UpdateSync
 from sparsync_papers.baseline_optimizers import UpdateSpaceAdamW
 from tests.attaching import ONE_BIT
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -803,10 +802,10 @@ def test_logs_and_the_sentinel_see_exchanges():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("call", ["check_replicas", "equalise_"])
-def test_exchanges_end_after_a_comparison_has_broken_off(call):
-    net = model()
-    optimizer, compare = adam(net), getattr(sync_module, call)
+@pytest.mark.parametrize(("place", "call"), [("sync", "check_replicas"), ("ranks", "equalise_")])
+def test_exchanges_end_after_a_comparison_has_broken_off(place, call):
+    net, module = model(), importlib.import_module(f"sparsync.updates.{place}")
+    optimizer, compare = adam(net), getattr(module, call)
     monitoring = sparsync.Monitoring(sentinel=sparsync.Sentinel(period=1))
 
     async def failing(*_):
@@ -814,12 +813,12 @@ def test_exchanges_end_after_a_comparison_has_broken_off(call):
 
     with sparsync.attach(net, optimizer, monitoring=monitoring) as sync:
         step_of(net, optimizer, 0)
-        setattr(sync_module, call, failing)
+        setattr(module, call, failing)
         try:
             with refused("the other rank is gone", error=PeerError):
                 step_of(net, optimizer, 1) if call == "check_replicas" else sync.finish()
         finally:
-            setattr(sync_module, call, compare)
+            setattr(module, call, compare)
         with refused("an earlier exchange broke off (the other rank is gone)"):
             step_of(net, optimizer, 2)
 
@@ -914,16 +913,16 @@ def test_auto_refuses_a_density_before_it_measures():
 @pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), "zmq"])
 def test_auto_says_where_dense_wins(transport):
     """This is reported once, after 30 steps, unless updates were requested or dense takes longer."""
-    measure, calls, per_step = UpdateSync._dense_seconds, [], set()
+    measure, calls, per_step = advice.seconds_of_dense, [], set()
     for exchange, dense, says in (("auto", 0.0, 1), ("auto", 1e9, 0), ("updates", 0.0, 0)):
 
-        def known(sync, dense=dense):
-            calls.append(measure(sync))
+        def known(outer, dense=dense):
+            calls.append(measure(outer))
             return dense
 
         said, net = io.StringIO(), ddp_model()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-            patch.setattr(UpdateSync, "_dense_seconds", known)
+            patch.setattr(advice, "seconds_of_dense", known)
             optimizer, carried = adam(net), sparsync.Transport(transport)
             with sparsync.attach(net, optimizer, exchange=exchange, transport=carried) as sync:
                 for step in range(40):

@@ -323,7 +323,7 @@ def test_updates_are_handed_over_but_for_those_from_weights_of_the_programs(net,
         start, own = sync.outer.memory["shared"].clone(), slice(sync.outer.layout.end)
         with torch.no_grad():
             net.weight.add_(1.0)
-        sync._begins = False  # as after a step
+        sync._start.pending = False  # as after a step
         sync._changes.remember()
         stepped = sync._weights.read(slice(None))
         assert not torch.equal(stepped[own], start[own])

@@ -40,11 +40,13 @@ from sparsync.state import packed, unpacked
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run, together
 from sparsync.units import output_parameters
+from sparsync.updates.carrier import Carrier
 from sparsync.updates.fragments import Begin, Exchange, Layout, Weights
 from sparsync.updates.gradient_noise import drop_broken, noise_of
 from sparsync.updates.outer_engine import OuterEngine, alone
 from sparsync.updates.outer_step import OuterStep
-from sparsync.updates.sync import Carrier, UpdateRanks, UpdateSync
+from sparsync.updates.ranks import UpdateRanks
+from sparsync.updates.sync import UpdateSync
 from sparsync.updates.weights import ModelWeights, OwnWeights, trained_of
 
 __all__ = ["PresentUpdateRanks", "attach_elastic_updates"]

@@ -11,7 +11,8 @@ An update passes through the modules in this order:
   size, e.g. Muon.
   ``gradient_noise`` lengthens the steps of Adam and AdamW, up to four at a time, just before they are
   exchanged.
-- ``sync`` is the handle and counts local steps.
+- ``sync`` is the handle and counts local steps; ``start`` determines the weights before the first one.
+- ``carrier`` runs exchanges on the handle's thread, among the ranks that ``ranks`` stands for.
 - ``outer_engine`` exchanges updates, with the settings of ``outer_step``, in ``fragments`` and at
   ``periods``.  ``contributions`` weighs them before they are sent.
 - ``weights`` writes the result into the model.
@@ -21,8 +22,9 @@ that was not delivered, ``collectives.quantised`` sums over ranks, and ``wire.le
 The reducer treats an update as if it were a gradient.
 
 ``family`` contains the settings of the default and of published methods; ``offload`` decides which
-vectors live in host memory; ``outer_averager`` runs the outer step without ``attach``; ``rank_state`` and
-``saved`` handle saved states.  ``feedback.changes`` detects weights that the program has written.
+vectors live in host memory; ``advice`` warns and recommends; ``outer_averager`` runs the outer step
+without ``attach``; ``rank_state`` and ``saved`` handle saved states.  ``feedback.changes`` detects
+weights that the program has written.
 """
 
 from collections.abc import Mapping

@@ -22,13 +22,15 @@ from sparsync.transports.agree import agree, check_equal_parameters, equalise_
 from sparsync.transports.driver import run
 from sparsync.transports.process_group import Groups
 from sparsync.units import local_of, output_parameters, writable
+from sparsync.updates.carrier import Carrier
 from sparsync.updates.family import OUTER_SETTINGS
 from sparsync.updates.gradient_noise import noise_of
 from sparsync.updates.offload import offloaded
 from sparsync.updates.outer_engine import OuterEngine, alone
 from sparsync.updates.outer_step import OuterStep
+from sparsync.updates.ranks import AllRanks
 from sparsync.updates.step_length import floats
-from sparsync.updates.sync import AllRanks, Carrier, UpdateSync
+from sparsync.updates.sync import UpdateSync
 from sparsync.updates.weights import ModelWeights, OwnWeights, trained_of
 
 _DIVIDED = (

@@ -10,11 +10,8 @@ model, DDP exchanges nothing.
 from __future__ import annotations
 
 import copy
-import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
 
@@ -30,7 +27,7 @@ from sparsync.exclusive import (
     exchanged_updates,
     refuse_inside_backward,
 )
-from sparsync.feedback.changes import Undone, begin_together
+from sparsync.feedback.changes import Undone
 from sparsync.feedback.reducer_state import ParsedState, agree_state, parse_state
 from sparsync.fields import (
     Common,
@@ -45,161 +42,38 @@ from sparsync.fields import (
     sealed,
 )
 from sparsync.gradients.sentinel import check_replicas
-from sparsync.handle import CommHook, Handle, Hook, Presence, call_after_backward, weakly
+from sparsync.handle import CommHook, Handle, Hook, call_after_backward, weakly
 from sparsync.options import Options
 from sparsync.state import outside_inference
-from sparsync.transports.agree import digest, equalise_, on_all_or_none
+from sparsync.transports.agree import digest, on_all_or_none
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import Engine, Operation, run
+from sparsync.transports.driver import run
 from sparsync.transports.ledger import Traffic
 from sparsync.transports.process_group import Groups
 from sparsync.units import check_same_parameters, kinds_of, local_of, substituted, training
-from sparsync.updates.fragments import Begin
+from sparsync.updates.advice import Advice
+from sparsync.updates.carrier import Carrier
 from sparsync.updates.gradient_noise import TOGETHER, correct
-from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.rank_state import (
     SCALER_KIND,
-    Moments,
     is_broken,
     load_optimizers,
     load_weights,
     own_kinds,
     own_state,
-    same_moments,
 )
+from sparsync.updates.ranks import UpdateRanks
+from sparsync.updates.start import Start
 from sparsync.updates.step_length import lengthen, remember
 from sparsync.updates.stepping import follow
-from sparsync.updates.weights import ModelWeights, OwnWeights
+from sparsync.updates.weights import OwnWeights
 
-_ADVISED = 30  # steps whose mean duration is considered reliable
-_NEGLIGIBLE = 0.1  # an allreduce below this fraction of a step is not worth avoiding
-# The user is warned if less than this fraction of the lasting part of gradients is common to all ranks,
-# i.e. if the parts particular to single ranks are larger.
-_AGREEING = 0.5
 # This many steps or passes in a row without an exchange count as a mistake.  In a GAN, steps of the
 # network that is not attached are intended and cause no exchange, but there are fewer of them in a row.
 _IDLE = 100
-_PROBE = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 _CURE = "load a state that this handle's state_dict() returned, into the same set-up"
 
-__all__ = ["AllRanks", "Carrier", "UpdateRanks", "UpdateSync"]
-
-
-class UpdateRanks(ABC):
-    """The ranks that exchange updates.
-
-    Attributes:
-        membership: this rank's membership, which lets it leave.
-        asked: whether ranks ask each other which weights they begin with; if so, all of them must do so
-            together.
-    """
-
-    membership: Presence
-    asked = True
-
-    @abstractmethod
-    def before_forward(self, step: Callable[[], None]) -> None:
-        """Prepare for a forward pass; ``step`` takes a local step of the handle."""
-
-    @abstractmethod
-    def before_step(self) -> None:
-        """Prepare for the optimizer's writes to the weights, until the next ``step``."""
-
-    @abstractmethod
-    def check_together(self, comms: Sequence[Communicator], check: Callable[[], None]) -> None:
-        """Run a check before the first step after a load; if it fails on any rank, raise on all."""
-
-    @abstractmethod
-    def begin_together(
-        self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
-    ) -> bool:
-        """Return whether all ranks begin from weights loaded after ``attach``; see ``begin_together``."""
-
-    @abstractmethod
-    def step(self) -> AbstractContextManager[bool]:
-        """Return the context of a local step, which yields whether to take the step."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Exchange everything that is left, and make replicas equal."""
-
-
-@final
-class AllRanks(UpdateRanks):
-    """The ranks that have called ``attach`` together."""
-
-    def __init__(self, outer: OuterEngine, weights: ModelWeights) -> None:
-        self._outer, self._weights, self.membership = outer, weights, Presence()
-
-    def before_forward(self, step: Callable[[], None]) -> None:
-        """Do nothing."""
-
-    def before_step(self) -> None:
-        """Do nothing."""
-
-    def check_together(self, comms: Sequence[Communicator], check: Callable[[], None]) -> None:
-        """Run the check on all ranks; if it fails on any of them, raise on all."""
-        run(on_all_or_none(comms, check, "begin after a load"))
-
-    def begin_together(
-        self, comms: Sequence[Communicator], loaded: bool, own: Tensor, since: str
-    ) -> bool:
-        """Ask all ranks whether they begin from loaded weights."""
-        with comms[0].exchange():
-            return begin_together(comms, loaded, own, since)
-
-    def step(self) -> AbstractContextManager[bool]:
-        """Take every step."""
-        return nullcontext(True)
-
-    def finish(self) -> None:
-        """Deliver everything that is left, uncompressed."""
-        run(self._outer.settle())  # exchanges in flight still count for the steps that started them
-        node, comm = self._weights.node, self._outer.reducer.comm
-        with comm.ledger.outside_steps():
-            run(self._outer.deliver())
-            # these tensors were not exchanged, and DDP's broadcast before every forward pass is off
-            others = self._weights.others()
-            with self._outer.reducer.exchanging():
-                for ranks in [comm] if node is None else [node.consensus.parts, comm]:
-                    run(equalise_(ranks, others))
-
-
-@final
-class Carrier:
-    """Runs exchanges on the handle's thread, and measures their durations.
-
-    Attributes:
-        busy: seconds that exchanges took.
-        waited: seconds that the training thread waited for them.
-    """
-
-    def __init__(self, engine: Engine, device: torch.device) -> None:
-        self.engine, self._device = engine, device
-        self.busy = self.waited = 0.0
-
-    def carry(self, exchange: Begin) -> Awaitable[None]:
-        """Queue an exchange.
-
-        On a GPU, the job uses this thread's stream: the weights were read on it, and will be written on
-        it.
-        """
-        gpu = self._device.type == "cuda"
-        stream = torch.cuda.current_stream(self._device) if gpu else None
-
-        def job() -> float:
-            begin = time.perf_counter()
-            # ``torch.cuda.stream(None)`` would do nothing except initialise CUDA
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                run(exchange())
-            return time.perf_counter() - begin
-
-        return _Carried(self.engine.submit(job), self)
-
-    def book(self, busy: float, waited: float) -> None:
-        """Add the seconds of an exchange, and the seconds that the training thread waited for it."""
-        self.busy += busy
-        self.waited += waited
+__all__ = ["UpdateSync"]
 
 
 @final
@@ -238,17 +112,13 @@ class UpdateSync(Handle):
         self._skipped = set[Tensor]()  # parameters whose current step a GradScaler skips
         # optimizers that have not stepped in the current iteration, so their gradients are old
         self._resting = set(own.outer.optimizers)
-        # whether this handle has not made a step yet; whether it has loaded a state
-        self._begins, self._resumed = True, False
-        self._noted: tuple[Tensor | None] | None = None  # recorded by ``_note_start``
-        self._moments: list[Moments] = []  # the loaded moments, until the first step after a load
+        self._start = Start(self.outer, self._weights, self._changes, ranks)
         self._differs = False  # whether a step was made since replicas were equal
         self._idle = 0  # steps of other optimizers, or forward passes, since the last local step
         self._groups: dict[torch.optim.Optimizer, int] = {}  # number of parameter groups of each
         self._short: dict[torch.optim.Optimizer, int] = {}  # number of steps not corrected yet
-        self._tell = options.tell
-        self._advises, self._started = advises, time.perf_counter()
-        self._warned = False  # whether the user was warned that ranks hardly agree
+        tell = options.tell if advises else None
+        self._advice = Advice(self.outer, carrier, self._weights.noise, tell)
         self._unweighed = unweighed  # the error of ``contribute``, if ranks cannot be weighed
 
     @property
@@ -327,54 +197,10 @@ class UpdateSync(Handle):
             if self.outer.begins_last(self.outer.steps):
                 noise.hold(optimizer)
 
-    def _note_start(self) -> None:
-        """Before the first step, record the weights that this rank begins with.
-
-        This happens before the rank's first batch, because SAM changes weights, and so do layers that
-        initialise themselves on the first batch.  Other ranks are asked later (``_check_start``), because
-        a rank may run passes alone, e.g. to find its batch size.
-        """
-        if not self._ranks.asked:
-            self._check_start()  # ask now, because a rank with different weights must not join
-        elif self._begins and (self._noted is None or self._changes.replaced()):
-            self._noted = (self._loaded_start(),)
-            self._changes.remember()
-
     def _check_start(self) -> None:
-        """Before the first step, begin from weights loaded after ``attach``, if all ranks loaded them.
-
-        Otherwise, the difference between loaded and old weights would be delivered as an update.  Every
-        rank asks once, even if it has loaded nothing, because its peers may have loaded weights.
-        """
-        if not self._begins:
-            return
-        comms, since = self.communicators, "attach"
-        if self._resumed:
-            self._ranks.check_together(comms, self._check_moments)
-            since = "the handle's state"
-        loaded, outer = self._loaded_start(), self.outer
-        self._begins, self._noted, self._moments, end = False, None, [], outer.layout.end
-        begins = outer.memory["shared"] if loaded is None else loaded
-        if self._ranks.begin_together(comms, loaded is not None, begins[:end], since):
-            outer.begin_again(begins)
-            self._changes.remember()
-
-    def _check_moments(self) -> None:
-        """Refuse moments that have replaced those loaded by the handle, e.g. rank 0's moments."""
-        for one, loaded in zip(self.outer.optimizers, self._moments, strict=True):
-            require(
-                same_moments(one.state, loaded),
-                f"the state of {type(one).__name__} was replaced after the handle had loaded this "
-                "rank's own; load the optimizer before the handle, or leave it out (dcp.load loads in "
-                "alphabetical order of the keys)",
-            )
-
-    def _loaded(self, own: Tensor) -> bool:
-        """Return whether this rank's weights have changed since ``attach`` or the handle's last load."""
-        if self._resumed:  # the ranks' weights differ from the shared ones by design
-            return self._changes.differ()
-        end = self.outer.layout.end
-        return not own[:end].equal(self.outer.memory["shared"][:end])
+        """Before the first step, let all ranks agree on the weights from which they begin."""
+        if self._start.pending:
+            self._start.agree(self.communicators)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self._differs = True
@@ -456,15 +282,13 @@ class UpdateSync(Handle):
             run(self.outer.resume())
         self._weights.reshard()
         if self.outer.optimizers:
-            if not torch.compiler.is_compiling():  # otherwise ``_check_start`` checks the weights
-                self._note_start()
-        elif self._begins:
-            # check this here, because the user calls ``step`` only after the optimizer's step
-            self._begins = False
-            require(
-                not self._loaded(self.outer.read(self._weights)),
-                "weights were loaded after attach; load them before, or give attach the optimizer",
-            )
+            if not torch.compiler.is_compiling():  # otherwise the weights are checked at the step
+                if self._ranks.asked:
+                    self._start.note()
+                else:  # a rank that joins with different weights must be refused now
+                    self._check_start()
+        elif self._start.pending:
+            self._start.refuse_loaded()
         elif not torch.compiler.is_compiling() and self._changes.written():
             self._changes.remember()
             self._note_idle("a forward pass with new weights, and no sync.step(); call it")
@@ -556,7 +380,7 @@ class UpdateSync(Handle):
         )
         if self._before is None:
             self._before = outer.steps, self.reducer.comm.ledger.set_up()
-            self._started = time.perf_counter()
+            self._advice.begin()
         # The order matters: samples and buffers are part of the vector that ``advance`` reads, and
         # ``remember`` must see the weights that the exchange leaves.  The step counts even if this
         # raises, because the other ranks make the step.
@@ -575,7 +399,7 @@ class UpdateSync(Handle):
                 self._undone.after()
             self._count_for_node()
         self._count_ranks()
-        self._look_at_agreement()
+        self._advice.on_agreement()
         if name := self._weights.strayed():
             say(
                 f"rank {self.reducer.comm.rank}: buffer '{name}' held NaN or Inf when the model was "
@@ -596,51 +420,7 @@ class UpdateSync(Handle):
                 if self._weights.node is not None and self._inner is not None:
                     own = {name: local_of(p) for name, p in self._weights.trained.items()}
                     run(check_replicas(sentinel, self._inner, own, place))
-        if self._advises and outer.steps - self._before[0] == _ADVISED:
-            self._advise()
-
-    def _look_at_agreement(self) -> None:
-        """Warn once if the ranks' data seem to differ."""
-        noise = None if self._warned else self._weights.noise
-        agreement = None if noise is None else noise.agreement
-        if agreement is None or agreement >= _AGREEING:
-            return
-        self._warned = True
-        if self.reducer.comm.rank == 0:
-            say(
-                f"the ranks' gradients hardly agree: {100 * agreement:.0f} % of their lasting "
-                "part is common to all, as if their data differed; shuffle the data over ranks, or "
-                "expect more loss than dense training's (docs/optimizers.md)"
-            )
-
-    def _advise(self) -> None:
-        """Tell the user if plain DDP, which loses no accuracy, would be about as fast."""
-        seconds = (time.perf_counter() - self._started) / _ADVISED
-        waited, dense = self._carrier.waited / _ADVISED, self._dense_seconds()
-        if dense < max(_NEGLIGIBLE * seconds, waited):
-            self._tell(
-                f"dense wins here: a step takes {1e3 * seconds:.1f} ms, {1e3 * waited:.1f} of "
-                f"which it waits for updates; an allreduce of all gradients would take about "
-                f"{1e3 * dense:.1f} ms, and plain DDP loses nothing"
-            )
-
-    def _dense_seconds(self) -> float:
-        """Estimate how many seconds an allreduce of all gradients takes, from two small allreduces."""
-        run(self.outer.settle())
-        size, channel = self.outer.layout.end, self.reducer.channel("weights").apart()
-        # The first allreduce, of one element, gives the latency; the difference gives the seconds per
-        # element. Each time is the least of three, because other load on the machine only adds time.
-        best = []
-        with self.reducer.exchanging():
-            for count in (1, min(size, _PROBE)):
-                spent = []
-                for _ in range(3):
-                    run(channel.barrier())
-                    began = time.perf_counter()
-                    run(channel.allreduce(torch.zeros(count, device="cpu"), "probe"))
-                    spent.append(time.perf_counter() - began)
-                best.append(min(spent))
-        return best[0] + max(best[1] - best[0], 0.0) * size / min(size, _PROBE)
+        self._advice.on_dense()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return DDP's own context; gradients accumulate on this rank in any case."""
@@ -654,22 +434,9 @@ class UpdateSync(Handle):
         ranks will begin with these weights.
         """
         run(self.outer.resume())
-        if self._loaded_start() is not None:
+        if self._start.loaded() is not None:
             return nullcontext()
         return self._own.shared()
-
-    def _loaded_start(self) -> Tensor | None:
-        """Return the shared weights that this rank begins with if it has loaded any; otherwise None."""
-        if not self._begins:
-            return None
-        # the record is valid unless the program has replaced the weights since, e.g. from a checkpoint
-        if self._noted is not None and not self._changes.replaced():
-            return self._noted[0]
-        own, shared = self.outer.read(self._weights), self.outer.memory["shared"]
-        end = self.outer.layout.end
-        # Buffers (from ``end`` on) are taken from the shared weights: a batch may already have changed
-        # this rank's buffers, and buffers are averaged anyway.
-        return torch.cat([own[:end], shared[end:]]) if self._loaded(own) else None
 
     @outside_inference
     def finish(self) -> None:
@@ -729,7 +496,7 @@ class UpdateSync(Handle):
         assert module is not None
         own = own_state(module, self._weights.trained, self.outer.optimizers)
         exchanged = self.outer.state_dict()
-        if (begins := self._loaded_start()) is not None:
+        if (begins := self._start.loaded()) is not None:
             exchanged["memory"] = {"shared": begins}
             exchanged["reducer"] |= {"residual": {}}
         content = {
@@ -850,36 +617,9 @@ class UpdateSync(Handle):
         self._count_ranks()
         self._before = None
         self._count_for_node()
-        self._begins, self._resumed, self._noted = True, True, None
-        self._moments = [one.state for one in self.outer.optimizers]
+        self._start.resume()
         self._differs = False
         self._changes.remember()
-
-
-@final
-class _Carried(Operation):
-    """An exchange in flight on the engine's thread.
-
-    This is not a coroutine, because Python warns about a coroutine that is never awaited.  That happens
-    if the process ends before the exchange has been applied.
-
-    Attributes:
-        goes_on: whether the last wait was broken off, e.g. by Ctrl-C, while the exchange continues.
-    """
-
-    def __init__(self, future: Future[float], carrier: Carrier) -> None:
-        self._future, self._carrier, self.goes_on = future, carrier, False
-
-    def wait(self) -> None:
-        """Block until the exchange has ended; record the durations of the exchange and of this wait."""
-        begin, future = time.perf_counter(), self._future
-        try:
-            busy = future.result()
-        except BaseException as error:
-            self.goes_on = not (future.done() and future.exception() is error)
-            raise
-        self._carrier.book(busy, time.perf_counter() - begin)
-        self.done = True
 
 
 def _left_out(state: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from sparsync.averaging import LocalSgd
 from sparsync.errors import NonFiniteGradientError
 from sparsync.fields import sealed
 from sparsync.presets import resolve
-from sparsync.updates import AdaptivePeriod, OuterAverager, OuterStep
+from sparsync.updates import AdaptivePeriod, OuterAverager, OuterStep, outer_engine
 from sparsync.updates.family import OUTER_SETTINGS, sparseloco
 
 from .average_runs import SIZE, WORLD_SIZE, on_all_ranks, update
@@ -139,6 +139,29 @@ def test_what_is_broken_at_the_end_is_left_out():
     make = partial(OuterAverager, density=0.1, period=2)
     models = on_all_ranks(make, 3, update=broken(2, 2, math.inf))
     assert torch.equal(models[3], models[1])
+
+
+@pytest.mark.parametrize("residual_in", ["apart", "weights"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_broken_element_at_the_end_leaves_out_the_whole_vector(monkeypatch, value, residual_in):
+    """The vector is delivered in runs, and all of the runs but one are finite."""
+    monkeypatch.setattr(outer_engine, "_FINISHED", 4)
+
+    def one(rank, step):
+        made = update(rank, step)
+        if (rank, step) == (2, 2):
+            made[0] = value
+        return made
+
+    def watch(rank, step, averager, local):
+        kept[rank] = averager, averager.memory["shared"].clone(), residual(averager)
+
+    kept, make = {}, partial(OuterAverager, density=0.1, period=2, residual=residual_in)
+    models = on_all_ranks(make, 3, update=one, watch=watch)
+    for averager, shared, withheld in kept.values():
+        assert torch.equal(averager.memory["shared"], shared)
+        assert torch.equal(residual(averager), withheld) and withheld.any()
+        assert (models[3] == shared).all()
 
 
 # ---- fragments and delay --------------------------------------------------------------------------

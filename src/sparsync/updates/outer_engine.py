@@ -383,8 +383,8 @@ class OuterEngine(Stateful):
             reducer.fail()
             raise
         # If the weights of any rank, or of any part of this replica, contain NaN or Inf, nothing is
-        # delivered, and residuals keep their values.
-        finite = not self._on_any_part(not finite)
+        # delivered, and residuals keep their values.  Every part takes part in the vote.
+        finite = not self._on_any_part(not finite) and finite
         # the cosine transform needs whole units
         most = shared.numel() if self.settings.dct else _FINISHED
         kept = set() if finite else set(self._part_of.values())

@@ -27,8 +27,8 @@ __all__ = [
 _ALIKE: Final = "exchange='gradients' suits it, because all ranks then make the same steps"
 
 # These optimizers of the package pytorch-optimizer compute the weights from sums, or from older weights,
-# that each rank keeps to itself.  This undoes exchanges: three steps after an exchange, only 0 to 73 %
-# of its change was left.  They are listed by name, because an optimizer's state does not reveal this
+# that each rank keeps to itself.  So their steps undo exchanges: three steps after an exchange, only 0 to
+# 73 % of its change was left.  The optimizers are listed by name, because their states do not reveal this
 # behaviour (Prodigy also keeps its first weights).
 _FROM_MEMORY: Final = frozenset(
     {"A2Grad", "DAdaptAdaGrad", "DAdaptSGD", "FTRL", "MADGRAD", "Ranger", "SRMM"}

@@ -159,8 +159,9 @@ class Algorithm:
 class Preset:
     """A row of the presets' table: what commands, ``auto``, tests and docs need to know about a preset.
 
-    If ``planned`` is set, ``auto`` and ``sparsync plan`` may choose the algorithm.  Its default options
-    must then round no more than bf16 does.  Among rows with equal predictions, the first wins.
+    If ``planned`` is set, ``auto`` and ``sparsync plan`` may choose the algorithm.  With its default
+    options, the algorithm must then round no more than bf16 does.  Among rows with equal predictions,
+    the first wins.
     """
 
     make: Callable[..., Algorithm]  # its keyword-only arguments are the options

@@ -134,7 +134,7 @@ def allreduce(
 
     Raises:
         ConfigurationError: the algorithm, operation or option is unknown, the vector is not 1-D, k < 0,
-            an earlier call on this communicator broke off, or the algorithm cannot select or send
+            an earlier call on this communicator was interrupted, or the algorithm cannot select or send
             values of this dtype.
         PeerError: ranks disagree on size, dtype, operation, algorithm, its options or k; or a peer died.
 
@@ -204,7 +204,7 @@ def allgather(vector: Any, comm: Any) -> list[Vector]:
 
     Raises:
         ConfigurationError: the vector is not 1-D, its dtype has no wire format, or an earlier call on
-            this communicator broke off.
+            this communicator was interrupted.
         PeerError: ranks disagree on size or dtype, or a peer died.
 
     Cost: ceil(log2 P) messages; every rank receives the bytes of all others.  In addition, ranks compare

@@ -150,7 +150,7 @@ def check_outermost(model: nn.Module) -> None:
 def check_outside_ddp(module: nn.Module) -> None:
     """Refuse a forward pass of an attached module inside DDP, which would also exchange its gradients.
 
-    This cannot be checked before a forward pass, because a module does not know that DDP wraps it.
+    ``attach`` cannot check this, because a module does not know that DDP wraps it.
     """
     # DDP sets this private attribute during its forward pass, for torch.compile; there is no public one
     ddp = DistributedDataParallel._active_ddp_module

@@ -119,7 +119,7 @@ class _LeftToDdp(Source):
         """Do nothing: DDP weighs all ranks alike."""
 
     def discard(self) -> None:
-        """Do nothing: if a backward pass breaks off, there is nothing to undo here."""
+        """Do nothing: after an interrupted backward pass, there is nothing to undo here."""
 
     def step(self) -> None:
         """Do nothing: DDP has already exchanged the gradients."""

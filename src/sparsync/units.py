@@ -147,8 +147,8 @@ def plan_units(
 def output_parameters(model: nn.Module, given: Collection[str] | None = None) -> Collection[str]:
     """Return the names of the output layer's parameters.
 
-    These are the parameters of the module that was registered last.  If the user has ``given`` names,
-    these are returned instead; they must exist.
+    The output layer is taken to be the module that was registered last.  If the user has ``given`` names,
+    which must exist, they are returned instead.
 
     Example:
         >>> output_parameters(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))

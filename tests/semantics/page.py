@@ -21,8 +21,8 @@ whether they work with each integration.
 
 - *works*: the practice has the same meaning as without sparsync, and a test compares the two.
 - *refused*: a one-line error says so before any harm is done.
-- *-*: the practice does not exist there.
-- *untested*: the code accepts it, but no test has run all of it.
+- *-*: the practice does not exist with this integration.
+- *untested*: the code accepts the practice, but no test has run all of it.
 
 The columns stand for four integrations:
 

@@ -194,11 +194,11 @@ practice(
 
 @practice(
     "sparse (COO) gradients: embeddings with `sparse=True`",
-    attach="works. They are accumulated into a dense residual; the averages are again COO "
-    "gradients, which contain the delivered rows.",
-    updates="works. The local optimizer consumes them; weights are exchanged.",
+    attach="works. COO gradients are accumulated into a dense residual; the averages are again in "
+    "COO form, and contain the delivered rows.",
+    updates="works. The local optimizer applies the gradients; weights are exchanged.",
     UpdateSpace="refused. Build the embedding with `sparse=False`.",
-    averaging="works. The local optimizer consumes them; weights are averaged.",
+    averaging="works. The local optimizer applies the gradients; weights are averaged.",
 )
 def test_coo(column):
     if column != "UpdateSpace":
@@ -405,7 +405,7 @@ def test_float16_does_not_overflow(column):
     attach="refused. Only real entries can be exchanged. Use `torch.view_as_real`.",
     updates="refused. As with `attach`.",
     UpdateSpace="refused. As with `attach`.",
-    averaging="works. They are averaged as pairs of reals. (tests/unit/test_averager.py"
+    averaging="works. Complex numbers are averaged as pairs of reals. (tests/unit/test_averager.py"
     "::test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides)",
 )
 def test_complex(column):

@@ -56,8 +56,8 @@ _STEP = (
 @practice(
     "uneven inputs",
     attach="works. Use `with ddp.join():`. A rank without batches contributes zero gradients and "
-    "still delivers its residual. Averages are over all ranks. The rest of the residual is kept, "
-    "and included in saved state.",
+    "still delivers its residual. Averages are over all ranks. Residuals that are left at the "
+    "end are kept, and included in the saved state.",
     updates="works. A rank without batches calls `sync.step()` once for every optimizer step of "
     "the other ranks. With DDP, every rank needs at least two batches. `join()` is refused.",
     UpdateSpace=f"{_STEP} Without new gradients, these calls deliver its residual.",
@@ -499,9 +499,9 @@ def test_several_optimizers(column):
 @practice(
     "an optimizer that is not the one that was attached: replaced later, or one of several",
     attach="works. `attach` needs no optimizer.",
-    updates="refused. Its steps would never be exchanged, so the first step is refused before it "
-    "changes anything. After replacing an optimizer (staged unfreezing), call `finish()` and "
-    "`close()`, and attach again on all ranks.",
+    updates="refused. The other optimizer's steps would never be exchanged, so the first step is "
+    "refused before it changes anything. After replacing an optimizer (staged unfreezing), call "
+    "`finish()` and `close()`, and attach again on all ranks.",
     averaging="works. The averager's `step()` averages the weights, whichever optimizer changed "
     "them.",
 )
@@ -550,8 +550,8 @@ class Wrapper(torch.optim.Optimizer):
     "a second `attach` of the same parameters",
     attach="refused. The parameters would be exchanged twice. After `close()`, they may be "
     "attached again.",
-    updates="refused. As with `attach`. This applies to the whole model, a part of it, and a "
-    "module that contains it.",
+    updates="refused. As with `attach`. The same applies to a part of the model, and to a "
+    "module that contains the model.",
 )
 def test_attached_twice(column):
     exchange = "gradients" if column == "attach" else "updates"

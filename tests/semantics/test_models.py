@@ -52,8 +52,8 @@ AveragedModel = torch.optim.swa_utils.AveragedModel
 
 @practice(
     "tied parameters",
-    everywhere="works. They count as one parameter, with one set of residual entries and one "
-    "gradient.",
+    everywhere="works. Tied parameters count as one parameter, with one set of residual entries "
+    "and one gradient.",
 )
 def test_tied(column):
     same_training(column, tied)
@@ -67,8 +67,8 @@ def frozen():
 
 @practice(
     "frozen parameters",
-    everywhere="works. They have no residual and are not sent.",
-    averaging="works. They do not change; `finish()` equalises them only if ranks differ.",
+    everywhere="works. Frozen parameters have no residual and are not sent.",
+    averaging="works. Frozen parameters do not change; `finish()` makes them equal if ranks differ.",
 )
 def test_frozen(column):
     same_training(column, frozen)
@@ -107,7 +107,7 @@ def test_unused(column):
     updates="works. As with `attach`, but DDP itself raises the error, one step later. Changes in "
     "the weights that are not delivered yet are still delivered.",
     local="works. The residual of a frozen parameter is still delivered.",
-    averaging="works. It is still averaged. "
+    averaging="works. A frozen parameter is still averaged. "
     "(tests/unit/test_averager.py::test_a_model_that_changes_is_refused_but_may_freeze)",
 )
 def test_frozen_later(column):
@@ -214,7 +214,7 @@ def test_assigned_parameters(column):
     attach="refused. DDP would no longer receive the model's gradients (without sparsync, this "
     "happens silently), so the next forward pass raises an error. Convert a copy of `ddp.module` "
     "instead.",
-    updates="refused. This applies only while the model's dtype or device differs from the "
+    updates="refused. A forward pass is refused only while the model's dtype or device differs from the "
     "original one. Converting the model and converting it back does no harm.",
 )
 def test_converted_models(column):
@@ -250,7 +250,8 @@ def _ignoring(net, *names):
 
 @practice(
     "parameters that DDP ignores (`_set_params_and_buffers_to_ignore_for_model`), replaced later",
-    attach="works. They are identified by name, as in DDP, and stay local to each rank.",
+    attach="works. Ignored parameters are identified by name, as in DDP, and stay local to each "
+    "rank.",
     updates="works. As with `attach`.",
 )
 def test_ignored_by_name(column):
@@ -308,8 +309,8 @@ def test_functional_call(column):
     "averages them, and DDP's own broadcast is off; with `DDP(broadcast_buffers=False)`, buffers "
     "stay local. Integer buffers, buffers that are not saved, and frozen parameters that the "
     "model itself changes stay local until `finish()` replaces them with rank 0's.",
-    UpdateSpace="works. They stay local.",
-    averaging="works. Averaged or local, according to `buffers=`. "
+    UpdateSpace="works. Buffers stay local.",
+    averaging="works. Buffers are averaged or stay local, according to `buffers=`. "
     "(tests/unit/test_averager.py::test_buffers_follow_their_rule)",
 )
 def test_buffers(column):
@@ -334,7 +335,7 @@ def test_buffers(column):
 
 @practice(
     "buffers that contain Inf: attention masks",
-    everywhere="works. They are treated as constants, and remain unchanged.",
+    everywhere="works. Such buffers are treated as constants, and remain unchanged.",
 )
 def test_masks(column):
     def masked():
@@ -347,10 +348,10 @@ def test_masks(column):
 
 @practice(
     "buffers that no step changes: position tables, finite masks",
-    attach="works. They are not exchanged; DDP broadcasts rank 0's buffers, as without sparsync.",
+    attach="works. Buffers are not exchanged; DDP broadcasts rank 0's, as without sparsync.",
     updates="works. Only a flag per buffer is exchanged. Once a buffer changes on any rank, it is "
     "averaged in every exchange from then on.",
-    UpdateSpace="works. They stay local.",
+    UpdateSpace="works. Buffers stay local.",
     averaging="works. Buffers are averaged with the model, except those with `persistent=False`. "
     "`OuterAverager` treats them like `updates`.",
 )
@@ -521,7 +522,7 @@ def test_static_graph(column):
 
 @practice(
     "`static_graph=True` with parameters that are never used",
-    attach="works. The correction's decay and velocity also apply to them.",
+    attach="works. The correction's decay and velocity also apply to unused parameters.",
 )
 def test_unused_ones_decay_in_a_static_graph(column):
     ends = []
@@ -564,8 +565,8 @@ def test_skipped_buckets(column):
 @practice(
     "DDP around DDP",
     attach="works. The outer DDP must ignore the parameters of the inner DDP, and both must be "
-    "attached. If both would exchange the same parameters, this is refused.",
-    updates="refused. This applies only if both would exchange the same parameters.",
+    "attached. Two that would exchange the same parameters are refused.",
+    updates="refused. Only two that would exchange the same parameters are refused.",
 )
 def test_nested(column):
     with refused("the module of this DDP model", "wrap once"):

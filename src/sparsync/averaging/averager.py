@@ -245,7 +245,7 @@ class Averager(Stateful):
                 averaged = run(self.average(binding.comm, vector, self.steps))
             self._waited += binding.comm.now - started
             self._count(binding.comm)
-            # a scheme that has no newer model returns the same object; parameters and moments then stay
+            # a scheme without a newer model returns ``vector`` itself: nothing is written or reset
             if averaged is not vector:
                 binding.write_(averaged)
                 binding.reset_moments()
@@ -364,7 +364,7 @@ class Averager(Stateful):
         return {"steps": steps, "state": object, "memory": memory}
 
     def _options(self) -> dict[str, Any]:
-        """Return the options, as plain values by name, that must be equal in a saved state."""
+        """Return the options, by name, in which a saved state must agree with this averager."""
         own = {name for name, p in parameters_of(type(self)).items() if p.kind == p.KEYWORD_ONLY}
         held = {name: value for name, value in vars(self).items() if name in own}
         return {
@@ -426,7 +426,7 @@ class Averager(Stateful):
     def _begin_again(self) -> None:
         """After a load, make the next step call ``begin`` again, with the model at that time."""
         self._begun = self._overwritten = False
-        # forget the step that was set by leaving this rank out in the run before the load
+        # ``resume_at`` is set when an average leaves this rank out; that happened before the load
         self.resume_at = 0
         # if the state was saved before the first step, initial models are still compared
         if self._binding is not None and self.steps:
@@ -505,7 +505,7 @@ class LocalSgd(Averager):
 
 
 class Companion(Actor):
-    """Works for a rank in the background: it answers other ranks, and its own rank's calls.
+    """Works for a rank in the background: answers other ranks' messages, and its own rank's calls.
 
     With every answer, the rank also gets the statistics since the previous answer: the messages' traffic,
     and the ``Participation`` in averages.
@@ -577,7 +577,7 @@ def values_in(body: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 class Accompanied(Averager):
     """The base class of schemes that use a companion, which works in the background during training.
 
-    The companion computes in host memory.  Its messages are there anyway, and its thread is not
+    The companion computes in host memory.  Messages are in host memory anyway, and its thread is not
     synchronised with the CUDA streams on which training writes to device memory.  So a scheme copies its
     vector to the host, keeps its ``memory`` there, and returns a model on the vector's device.
     """

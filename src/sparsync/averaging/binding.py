@@ -91,7 +91,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any
 
 
 def _step_without_memory(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any]]:
-    """Step a copy of the optimizer with parameters on the meta device; return the state it creates."""
+    """Return the state that an optimizer's first step creates, from a step of a copy without memory."""
     # build the copy by hand: deepcopy would copy the moments, and a subclass's constructor may differ
     double, real = object.__new__(type(optimizer)), dict[Tensor, Tensor]()
     double.__dict__ = dict(optimizer.__dict__)
@@ -235,7 +235,7 @@ class Binding:
             piece = pieces[0].new_zeros(size) if tensor is None else tensor.to(pieces[0])
             pieces.append(piece.reshape(-1))
         vector = torch.cat(pieces)
-        # check the sum first: this takes one pass, and waits for a GPU once
+        # check the sum of the whole vector first, which takes one pass and a single wait for a GPU
         if self.nonfinite == "raise" and not vector.sum().isfinite():
             # a tensor whose sum overflows counts as broken, even if its elements are finite
             for name, piece in zip(tensors, torch.split(vector, self._sizes()), strict=True):
@@ -299,7 +299,7 @@ class Binding:
         )
         if start is None:
             return vector
-        # moments that the optimizer's first step has created start from zeros
+        # the first step may have created moments since; they count as zeros at the start
         missing = vector.numel() - start.numel()
         start = torch.cat([start.to(vector.device), vector.new_zeros(missing)])
         values = dict(zip(self._layout(), torch.split(start, self._sizes()), strict=True))

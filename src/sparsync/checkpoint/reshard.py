@@ -136,12 +136,12 @@ def _contents(states: Sequence[State], kind: str, fields: Iterable[str]) -> list
 
 
 def _flat(content: State) -> dict[str, Any]:
-    """Return a reducer's state and the pieces of its parameters."""
+    """Return a reducer's state, with the pieces of its parameters as one more field."""
     return {**content["reducer"], "pieces": content.get("pieces", {})}
 
 
 def _place_of(rank: int, olds: Sequence[State]) -> int:
-    """Return the position in ``olds`` of the old rank that is ``rank`` modulo P."""
+    """Return where ``olds`` holds the old rank from which ``rank`` continues: ``rank`` modulo P."""
     wanted = rank % olds[0]["reducer"]["world_size"]
     return next(at for at, old in enumerate(olds) if old["reducer"]["rank"] == wanted)
 

@@ -141,8 +141,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
             if their numbers of local steps or of exchanges differ.  Earlier checkpoints are untouched,
             and training may continue.
         ConfigurationError: ``keep`` or ``folder`` is not valid; an object is divided over ranks (FSDP2, a
-            pipeline) and ``sync`` does not hold it; or an earlier exchange broke off on this rank, in
-            which case the other ranks wait until their timeout.
+            pipeline) and ``sync`` does not hold it; or an earlier exchange was interrupted on this rank,
+            in which case the other ranks wait until their timeout.
         CommunicationError: a rank has died, or took longer than the timeout.  The handle then exchanges
             nothing more: ``close()`` it, attach again, and load.
 
@@ -435,7 +435,7 @@ def restore(sync: Saveable, state: Callable[[], dict[str, Any]], where: str) -> 
 def _read_states(
     sync: Saveable, source: Source
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return this rank's current state, its saved state (checked on all ranks), and the additions."""
+    """Return this rank's state now, its saved state (checked on all ranks), and ``_BESIDE``'s fields."""
     seat, before = seat_of(sync), sync.state_dict()
     seats = _together(sync, source.seats, f"list {source}")
 
@@ -487,7 +487,7 @@ def _take_state(
     except Exception:
         # restore the scale first, because loading a state rescales it to the current scale
         sync.reducer.set_scale(scale)
-        # if peers have died, or an exchange with them broke off, the first error already says so
+        # if peers have died, or an exchange with them was interrupted, the first error already says so
         with suppress(CommunicationError, ConfigurationError):
             sync.load_state_dict(before)
         raise
@@ -521,7 +521,7 @@ def seat_of(sync: Saveable) -> Seat:
 
 
 def _exchange(sync: Saveable) -> AbstractContextManager[None]:
-    """Refuse to communicate after an exchange broke off; record it if this exchange breaks off."""
+    """Refuse to communicate after an interrupted exchange; record it if this one is interrupted."""
     return _communicators(sync)[0].exchange()
 
 

@@ -315,7 +315,7 @@ class Lab:
 @final
 @dataclass(frozen=True)
 class Seat:
-    """What a process needs to become a rank of the lab: the rank's namespace and address; picklable."""
+    """The namespace and address with which a process becomes a rank of the lab; picklable."""
 
     namespace: str  # path of the namespace
     address: str  # address of the rank's end of its link

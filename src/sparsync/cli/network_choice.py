@@ -120,7 +120,7 @@ def transport_of(comm: Communicator) -> str:
 
 @dataclass(frozen=True)
 class Connection:
-    """How a command's ranks are connected; checks the options that determine it."""
+    """The options that determine how a command's ranks are connected; checks them."""
 
     transport: str | None = "auto"  # None: "sim", or "auto" in the lab
     timeout: float = 300.0

@@ -369,7 +369,7 @@ def _memory(uses: Sequence[Footprint], optimizer: str) -> list[Any]:
 
 
 def _limit(value: float | None, what: str, write: Callable[[float], str]) -> str:
-    """Describe the value below which sparse wins."""
+    """Describe the bandwidth or density below which sparse wins."""
     if value:
         return f"{write(value)} (sparse wins below)"
     return f"none: {'sparse' if value is None else 'dense'} wins at every {what}"

@@ -45,7 +45,7 @@ class Dense(Collective):
         Only a reducer's plan may use it: there, ``selected`` is the accumulated gradient, and all of it
         is delivered.
         """
-        # this is not a constructor argument, because these become options of presets
+        # not a constructor argument, because all constructor arguments become options of presets
         one = cls()
         one._overwrites = True
         return one

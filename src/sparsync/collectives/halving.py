@@ -168,7 +168,7 @@ class _Walk:
         return SparseVector.merge(pieces)
 
     def _largest(self, block: SparseVector, owner: int) -> SparseVector:
-        """Cut a block to its quota; record the rest as dropped."""
+        """Keep the ``quota`` largest entries of a block; record the others as dropped."""
         kept, rest = cut(block, self.quota)
         self.dropped.append(self._placed(rest, owner))
         return kept

@@ -215,7 +215,7 @@ class Auto(Collective):
         corrected = self._state.corrected(self._seconds_of(self._ranking(sizes)))
         fastest = sorted(corrected, key=corrected.__getitem__)
         self._state = replace(self._state, choice=fastest[0], streak=0, planned=sizes[1:])
-        self._seconds.clear()  # they were measured with a different k or P
+        self._seconds.clear()  # these times belong to a different k or P
         alike = (self._parts[i] for i in fastest if self._parts[i].whole == part.whole)
         return next(alike, part)
 

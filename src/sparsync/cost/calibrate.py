@@ -44,7 +44,7 @@ _SETTLED = 12  # steps until the selector's threshold fits a residual that start
 _REHEARSAL = 0.2  # fraction of the time that is spent on whole exchanges
 _REHEARSED = Algorithm("budgeted", Exact, Budgeted)  # two turns are nearly all of its cost
 _LEAST, _MOST = 8, 50  # limits on the number of rehearsed exchanges
-# seconds between the last rank's arrival and the start; 8 ranks on 2 cores need a tenth of it to agree
+# seconds from the last rank's arrival to the start; 8 ranks on 2 cores agree in a tenth of this time
 _AHEAD = 0.03
 _FAR = 1e-3  # if a message is in flight for fewer seconds, most of its latency is work at both ends
 # factor by which the rehearsal's vectors are smaller than those in ``_Work``, so that turns dominate

@@ -69,7 +69,7 @@ BACKWARD = 2 / 3
 # the shared weights).  The unit is a pass over the model that takes as long as a dense addition.  The
 # numbers were set by hand to match a GPT with 8.4 M parameters in the lab (benchmarks/time_to_loss.md).
 STEP_PASSES, EXCHANGE_PASSES = 8, 8
-_NEARLY = 0.9  # fraction of the largest number of entries that fits a budget
+_NEARLY = 0.9  # fraction of the largest k within a budget; see ``plan``
 _SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second between which break-even is searched
 # this search tries 4 points per decade, and then halves the interval 40 times
 _PER_DECADE, _HALVINGS = 4, 40

@@ -1,6 +1,8 @@
 """Take part in a changing group: ask for quorums, call the roll, fetch weights, and recover.
 
-torchft's manager determines which ranks are present; ``members`` decides the fate of the open step.
+torchft's manager determines which ranks are present (the *quorum*).  When it changes, its members *call
+the roll*: each tells the others which steps it has applied, and ``members`` decides whether the open
+step is applied or repeated.
 """
 
 from __future__ import annotations
@@ -92,9 +94,9 @@ def _numbers(rates: Rates) -> list[list[tuple[str, str]]]:
 
 
 def summing(algorithm: Algorithm) -> Algorithm:
-    """Return the algorithm without averaging, because ``Attendance.commit`` divides.
+    """Return the algorithm with sums instead of averages; ``Attendance.commit`` divides them later.
 
-    It divides by the number of ranks that contribute gradients; ranks that are behind or leaving do not.
+    The divisor is the number of ranks that contribute gradients; ranks that are behind or leaving do not.
     """
     return replace(algorithm, average=False)
 
@@ -142,7 +144,7 @@ class Attendance:
         self.catch_up: CatchUp | None = None
         # the rank from which ``catch_up`` fetches the copy, and whether the copy has arrived
         self._donor, self._ready = 0, False
-        # the donor's further states, once this rank has caught up
+        # the donor's states besides weights and moments, e.g. of schedulers, once this rank has caught up
         self._extras: dict[str, Any] | None = None
         self.last_step = (0, 0, False)
 
@@ -393,7 +395,7 @@ class Attendance:
     async def agree(self, told: Callable[[], dict[str, Any]]) -> None:
         """Vote, and send the states of ``told`` to ranks whose gradients count from the next step on."""
         members, comm = self.members, self.reducer.channel("roll")
-        # deal before the vote, so that the attempt fails if a dealt share is not delivered
+        # deal leaving ranks' residuals before the vote, so that the attempt fails if a share is lost
         await members.deal()
         compared = members.counts and not members.idle
         facts = [compared, *(self._numbers() if compared else (0, 0, 0)), self._since]
@@ -469,7 +471,7 @@ class Attendance:
         """Advance to the step after ``step``; return whether this rank has caught up with it."""
         members = self.members
         self.last_step = members.attempt, members.contributors, members.counts
-        # with ``still``, the table of contributors came with the votes, otherwise with the roll
+        # with ``still``, no roll was called, and the table of contributors came with the votes instead
         arrived = members.committed(step, still=not self._met, applied=applied)
         if arrived:
             self._since = step + 1

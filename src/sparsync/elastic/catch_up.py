@@ -167,7 +167,7 @@ def repeat(
     """
     assert catch_up.copy is not None
     begin, raw = catch_up.copy
-    # the gradients of the open step, which the optimizers are about to apply
+    # keep the open step's gradients, which the optimizers apply after the repeated steps
     gradients = [[p.grad for p in _parameters(one)] for one in optimizers]
     load_copy(raw, model, optimizers)
     for done in range(begin, step):
@@ -183,7 +183,7 @@ def repeat(
             one = optimizers[number]
             for group, its in zip(one.param_groups, groups, strict=True):
                 group.update(its)
-            # these are the gradients that the optimizer received, e.g. after clipping
+            # ``kept`` holds the gradients as the optimizer received them, e.g. after clipping
             for parameter, gradient in zip(_parameters(one), kept, strict=True):
                 parameter.grad = _whole(gradient, parameter)
             with repeating():

@@ -167,8 +167,8 @@ def fetch(
     """Fetch a rank's copy of step ``since`` or later; return its step and its bytes.
 
     Raises:
-        DeadlineError: nothing arrived for ``timeout`` seconds, or there was no copy within six times
-            that time.
+        DeadlineError: nothing arrived for ``timeout`` seconds, or there was no copy within six
+            times ``timeout``.
         PeerError: ``stop`` returned True.
         WireFormatError: an answer is not one of a ``CopyServer``.
     """

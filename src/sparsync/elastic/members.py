@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
     # all fields are integers, because an entry is sent as a row of int64
     step: int  # the open step
-    history: int  # the attempt that committed the last step; at first a digest of the weights
+    history: int  # the attempt that committed the last step; initially a digest of the weights
     prepared: int  # the attempt at the open step whose exchange this rank completed; 0: none
     behind: int  # 1: this rank is fetching its weights
     leaves: int  # 1: this rank's residual is dealt in the next step; 2: the next step is its last
@@ -155,7 +155,7 @@ class _Part(NamedTuple):
 
 
 class _Last(NamedTuple):
-    """The last step closed on this rank."""
+    """The last step that this rank has closed; a roll call may undo it, or apply another attempt."""
 
     step: int
     attempt: int  # the applied attempt; 0: none
@@ -176,8 +176,8 @@ class Members:
         behind: this rank is fetching its weights; until it has them, its gradients do not count.
         first: the lowest rank with current weights.
         leaving: this rank wants to leave, which takes two steps.  In the first step, its residual is
-            dealt to the other ranks.  To the second step it contributes nothing, but the commit shows
-            that all ranks have applied the first.
+            dealt to the other ranks.  In the second step, it contributes nothing; this step's commit
+            shows that all ranks have applied the first.
         left: this rank has left.
         idle: this rank takes part without training until it has left, and cannot serve its weights.
         counts: this rank's gradient counts in the open step.
@@ -196,10 +196,10 @@ class Members:
         # The first pair stands for the initial weights, so ranks that start from different weights have
         # different histories.
         self._past, self._prepared, self._view = [(-1, start)], 0, 0
-        self._parts: dict[int, _Part] = {}  # in the open step, from attempts before the current one
+        self._parts: dict[int, _Part] = {}  # of the open step, by earlier attempt
         self._last = _Last(-1, start, {})
         self.counts, self.deals, self.clock = True, False, 0
-        self._spent = False  # whether the residual was dealt
+        self._spent = False  # whether this rank's residual was dealt to the others
         # Two tables with a row per rank, for the open step and for the next, as sent with votes:
         # whether the rank contributes, whether it leaves, its donor, and the norm of its residual some
         # steps ago. The open step is averaged, and may be repeated, with the rows of the previous vote.
@@ -511,7 +511,7 @@ class Members:
         """Plan the open step for the group whose roll was called."""
         self._dealt = []
         self._count(self._next)
-        self._norm = 0.0  # the next step measures it again, because the new group has no value
+        self._norm = 0.0  # measured again in the next step: this group has not voted on it yet
         # regroup last, because thresholds, regions and shares are planned for the ranks of this group
         self.reducer.regroup()
 

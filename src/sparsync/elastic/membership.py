@@ -164,7 +164,7 @@ class Membership(Presence):
     # ---- for the handle, on the training thread ----------------------------------------------------
 
     def watch(self) -> None:
-        """If the program has set a new SIGTERM handler, replace it."""
+        """Install this rank's SIGTERM handler again if the program has replaced it."""
         self._notice.watch()
 
     def ask(self) -> None:
@@ -172,7 +172,7 @@ class Membership(Presence):
         self.turns.unless_leaving(self.attendance.ask)
 
     def check_here(self) -> None:
-        """Refuse a further step if this rank has left; replace a new SIGTERM handler of the program."""
+        """Refuse a further step if this rank has left; also ``watch`` for SIGTERM again."""
         self.watch()
         if self.left:
             raise PeerError("this rank has left; end it, or start another one")

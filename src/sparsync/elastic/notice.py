@@ -80,8 +80,8 @@ class Notice:
     def watch(self) -> None:
         """Replace the program's handler; called in every step, because the program may set a new one.
 
-        This does nothing on threads other than the main one, where Python cannot set handlers, and if
-        the current handler was not set from Python.
+        On threads other than the main one, Python cannot set handlers, so nothing changes.  Nor does a
+        handler change that was not set from Python.
         """
         if self._over.is_set() or threading.current_thread() is not threading.main_thread():
             return
@@ -109,7 +109,7 @@ class Notice:
             other = signal.set_wakeup_fd(-1)
             if other != self._pipe[1]:
                 signal.set_wakeup_fd(other)
-            os.close(self._pipe[1])  # the thread ends
+            os.close(self._pipe[1])  # ends the thread that reads the pipe
             self._pipe = None
         if signal.getsignal(signal.SIGTERM) is self._handler:
             signal.signal(signal.SIGTERM, self._former)

@@ -14,11 +14,11 @@ __all__ = ["Turns"]
 class Turns:
     """A lock that training holds during a step, which may begin on one thread and end on another.
 
-    Leaving has a deadline, so no step waits forever.
+    Leaving holds the same lock, but has a deadline, so no step waits forever.
     """
 
-    # This uses a plain lock and a flag, because an RLock can be released only by the thread that acquired
-    # it.  A step may begin on autograd's thread, with its first gradient, and end on the training thread.
+    # A plain lock and a flag, because an RLock can be released only by the thread that acquired it.  A
+    # step may begin on autograd's thread, with its first gradient, and end on the training thread.
     def __init__(self) -> None:
         self._lock, self._training = threading.Lock(), False
 

@@ -335,7 +335,7 @@ class PresentUpdateRanks(UpdateRanks):
         return self._carrier.carry(exchange)
 
     def _noting(self) -> Callable[[Begin], None]:
-        """Return a ``carry`` that records this rank's position; the exchange runs when awaited."""
+        """Return a ``carry`` that only records this rank's position when an exchange begins."""
         me = weakref.ref(self)  # the engine keeps the function, which must not keep its owner
 
         def note(_exchange: Begin) -> None:
@@ -361,7 +361,7 @@ class PresentUpdateRanks(UpdateRanks):
 
     def _after_exchange(self) -> None:
         """Continue with the current ranks, and from their position."""
-        # noise is corrected for the number of ranks that are averaged
+        # steps are lengthened to make up for averaging, which depends on the number of ranks
         members, outer = self.attendance.members, self.outer
         self._weights.average_over(max(members.contributors, 1))
         self._go_on()
@@ -371,7 +371,7 @@ class PresentUpdateRanks(UpdateRanks):
         if arrival is not None:
             extras, state = arrival
             self._load(state)
-            # the donor may have made its copy in a step that all ranks have refused since
+            # the donor may have copied moments with NaN or Inf, in a step that was refused afterwards
             drop_broken(outer.optimizers, alone)
             self.membership.take_over(extras, outer.optimizers)
         self.membership.end_of_leaving()
@@ -528,7 +528,7 @@ class PresentUpdateRanks(UpdateRanks):
 
 
 def _narrow(state: Any) -> Any:
-    """Return a state with its vectors in 16 bits; moments differ between ranks, so this suffices."""
+    """Return a state with its vectors in bfloat16: moments differ between ranks anyway."""
     # scalars, such as Adam's step count, keep their dtype: bfloat16 can only count to 256
     if isinstance(state, Tensor):
         wide = state.dtype in (torch.float32, torch.float64) and state.numel() > 1

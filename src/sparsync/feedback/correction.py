@@ -83,7 +83,7 @@ class Correction:
         )
 
     def clip_scale(self, norm: float, world_size: int) -> float:
-        """Return the factor, at most 1, for a local gradient with this norm."""
+        """Return the factor, at most 1, that clips a local gradient with this norm."""
         if self.clip is None or not norm > 0:  # NaN is not clipped; the step will be refused
             return 1.0
         # the average of P independent gradients of norm x has norm x / sqrt(P), so the limit for each is
@@ -211,10 +211,10 @@ class Corrector:
 def _sent(selected: Vector, delivered: SparseVector) -> Tensor:
     """Return the indices of delivered entries that this rank has selected itself."""
     # ``delivered`` also holds entries that the rank takes back into its residual (``collective.less``).
-    # These are rounding errors of sums that it owns, and sums that it has dropped.  In such a sum, other
-    # ranks' entries may outweigh its own, which the opposite sign reveals.  If ``delivered`` is a whole
-    # vector, nothing was taken back.  It must then not be read, because its memory may already hold the
-    # new residual.
+    # These are the rounding errors of sums that the rank owns, and sums that it has dropped.  In such a
+    # sum, other ranks' entries may outweigh the rank's own entry, which the opposite sign reveals.  If
+    # ``delivered`` is a whole vector, nothing was taken back.  Its values must then not be read, because
+    # their memory may already hold the new residual.
     if not isinstance(selected, SparseVector) or not delivered.nnz:
         return delivered.indices
     at = torch.searchsorted(delivered.indices, selected.indices).clamp_(max=delivered.nnz - 1)

@@ -105,13 +105,14 @@ class Reducer:
         if sink is not None or xi_period is not None:
             start = warmup.steps if warmup and not warmup.densities else 0
             self.monitor = Monitor(comm, self.units, sink, xi_period, start)
-        # None once growth has been reported
+        # watches for growing residuals; None once growth has been reported
         self.growth = Growth(math.ceil(1 / density)) if density else None
         self.notice = ""  # a message for the user, to be shown once
         self.reduced: dict[int, Reduced] = {}  # results of the open step, by unit
         self._later: dict[int, DenseVector] = {}  # accumulated gradients computed in runs, by unit
-        self._selected: dict[int, Vector] = {}  # for masking, by unit, until the step is closed
-        # results that were applied, by unit; None if a state was saved and loaded since then
+        # by unit; the commit resets velocities at those of these entries that are delivered
+        self._selected: dict[int, Vector] = {}
+        # committed results of the open step, by unit; None for a result from before a loaded state
         self._committed: dict[int, Reduced | None] = {}
         self.lost: list[Vector] = []  # rounding errors of the last step that no rank keeps
         self.open()
@@ -207,7 +208,7 @@ class Reducer:
                 self.reduced[unit] = await reducing
 
     def exchanging(self) -> AbstractContextManager[None]:
-        """Refuse to exchange after an exchange broke off, unless ranks may join and leave."""
+        """Refuse to exchange after an exchange was interrupted, unless ranks may join and leave."""
         # ranks that join and leave abandon a step together, and invalidate its messages
         return nullcontext() if self._changing else self.comm.exchange()
 
@@ -395,7 +396,7 @@ class Reducer:
         self.open()
 
     def _watch(self) -> None:
-        """Set a notice for the user, once, if thresholds show that residuals grow too fast."""
+        """Prepare a warning for the user, once, if thresholds show that residuals grow too fast."""
         # The ratio of residual norm to gradient norm is no indicator: it is 5 to 900 in healthy
         # runs, and a constant 20 in a diverging run (docs/design-notes.md).  The threshold bounds
         # all entries in the residual.  Selectors know it already, so it costs neither a pass nor a wait

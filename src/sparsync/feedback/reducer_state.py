@@ -62,7 +62,7 @@ _FIELDS: Final = Fields(
         "residual": Mapping,
         "velocity": Mapping,
         "previous_norm": Either((Exactly(None), Number(0))),
-        # None if they were reset by a resharding
+        # None after a resharding, which resets them
         "selectors": list | tuple | None,
         "collectives": list | tuple | None,
     },

@@ -19,7 +19,7 @@ from sparsync.sparse import DenseVector, SparseVector, Vector, host_memory, runs
 
 __all__ = ["Growth", "Residual", "Runs"]
 
-# growth by this many octaves within this many windows is excessive
+# a threshold that rises by 2 octaves (a factor of 4) within 8 windows indicates a growing residual
 _OCTAVES, _MEMORY = 2.0, 8
 
 # A function that returns elements [start, stop) of a gradient, in separate memory. It also gets the
@@ -69,7 +69,7 @@ class Residual:
 
     @property
     def value(self) -> Tensor | None:
-        """The undelivered mass, `[n]`; None stands for zeros.  This is valid only between steps."""
+        """The undelivered mass, `[n]`; None stands for zeros.  Valid only between steps."""
         return None if self.empty else self.accumulated
 
     def accumulate(
@@ -126,7 +126,7 @@ class Residual:
         made, residual = self._read(start, stop)
         if residual is None:
             return (made,)
-        # both terms must have the gradient's dtype
+        # the two terms may be returned separately only if their dtypes are equal
         return (made, residual) if made.dtype == residual.dtype else (made.add_(residual),)
 
     def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -201,8 +201,8 @@ class Residual:
 
     def restore(self) -> None:
         """Undo the open step, bit for bit, and zero the gradients' memory."""
-        # Old values are copied back, because subtracting the gradient would round.  It would even give
-        # NaN if the gradient contains NaN or Inf, which is the usual reason for refusing a step.
+        # Old values are copied back, because subtracting the gradient would round.  Subtraction would
+        # even give NaN if the gradient contains NaN or Inf, the usual reason for refusing a step.
         for piece in self._pieces:
             if not self.empty:
                 self.accumulated[piece.start : piece.start + piece.before.numel()] = piece.before

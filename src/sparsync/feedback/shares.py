@@ -28,8 +28,8 @@ from sparsync.units import Unit
 __all__ = ["SharesState", "Sharing", "edges", "next_shares"]
 
 _BINS = 32  # bins per unit: 128 bytes
-_GAP_OCTAVES = 0.15  # up to 5 times k entries lie within 10 % below the last magnitude
-_ROOM = 8  # if more than 8 k entries reach the key, a unit's entries are not counted
+_GAP_OCTAVES = 0.15  # search from 10 % below the last magnitude; up to 5 k entries are that large
+_ROOM = 8  # a unit's entries are not counted if more than 8 k reach the key from which the search starts
 _FINEST_OCTAVES, _WIDEST_OCTAVES = 1 / 128, 4.0  # distances of edges from the last magnitude
 
 

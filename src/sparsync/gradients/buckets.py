@@ -123,7 +123,7 @@ class Bucket:
                 yield run, small[start:end]
 
     def _logical(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Return gradients, 1-D, in the logical order of their elements."""
+        """Return flattened gradients, whose elements are in logical order, whatever the strides are."""
         pieces, odd = self._pieces, self.places.strides
         return [self.gradient(i).reshape(-1) if i in odd else pieces[i] for i in numbers]
 
@@ -186,8 +186,8 @@ class BucketStep(Step):
     def zero_(self) -> None:
         """Zero the gradients of a refused step.
 
-        Their memory holds old residuals, from which the step was undone, or gradients of this rank alone.
-        Neither may be applied, but DDP will copy this memory to ``parameter.grad``.
+        The buckets' memory holds old residuals, which were swapped in and then copied back, or gradients
+        of this rank alone.  Neither may be applied, but DDP will copy the memory to ``parameter.grad``.
         """
         for bucket in self.buckets:
             bucket.dense.zero_()

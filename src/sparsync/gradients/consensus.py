@@ -66,7 +66,7 @@ class PartsConsensus:
                 torch.cat(run(parts.allgather(torch.cat([mine, padding]), "groups")))
             )
         self._places = torch.searchsorted(every, mine)
-        # used by a replica of this part
+        # which of all parts' parameters the step used, as far as this part knows
         self._marks = torch.zeros(len(every), dtype=torch.bool, device="cpu")
         self.used: set[str] = set()
         self.came = torch.ones(1, dtype=torch.bool, device="cpu")

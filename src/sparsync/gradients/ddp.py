@@ -167,7 +167,7 @@ class BucketSource(Source):
         return self._steps.scaler
 
     def discard(self) -> None:
-        """Undo the work of a backward pass that broke off."""
+        """Undo the work of an interrupted backward pass."""
         self._steps.discard()
 
     # ---- gradients that DDP's hook would not see -----------------------------------------------
@@ -191,8 +191,8 @@ class BucketSource(Source):
         """Refuse a model whose parameters have changed since ``attach``; name one that differs."""
         if not torch.is_grad_enabled():  # an evaluation has no backward pass
             return
-        # check this before DDP prepares for a backward pass: if an earlier pass broke off, DDP's own
-        # state may be incomplete
+        # Refuse a broken group before DDP prepares for a backward pass: if an earlier pass failed, the
+        # state of DDP may be incomplete.
         self._steps.reducer.comm.check_whole()
         self._exchanged = False
         model = self._model()
@@ -268,7 +268,7 @@ class BucketSource(Source):
         Variable._execution_engine.queue_callback(check)
 
     def _check_join(self) -> None:
-        """Refuse settings that do not work with ``join()``, on ranks with and without further data."""
+        """Refuse settings that do not work with ``join()``, also on ranks whose data has ended."""
         model, correction = self._model(), self._steps.reducer.correction
         if model is None or not model._join_config.enable:
             return
@@ -345,7 +345,7 @@ class BucketSource(Source):
         return complete
 
     async def _share(self, this: BucketStep) -> None:
-        if not this.failed:  # otherwise peers may have died, and this would wait until its deadline
+        if not this.failed:  # otherwise, peers may have died, and ``share`` would wait for them
             await self._steps.reducer.share()
 
     def _finish(self, this: BucketStep) -> None:
@@ -375,7 +375,7 @@ class BucketSource(Source):
         finally:
             # DDP rebuilds its buckets at the next forward pass, and a reference would keep the memory of
             # the old ones alive
-            if finished.done():  # otherwise the wait was broken off, and the engine still writes
+            if finished.done():  # otherwise the wait was interrupted, and the engine still writes
                 this.buckets.clear()
         self._steps.compare(alike=True)
 

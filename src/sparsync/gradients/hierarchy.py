@@ -207,7 +207,7 @@ class NodeReducer:
         )
         if averages:
             return averages
-        # the step was skipped, so nothing was gathered; whole units get the NaN of this rank's parts
+        # the step was refused because of NaN or Inf, so nothing was gathered: fill whole units with NaN
         return [
             DenseVector(part.values.new_full((unit.size,), torch.nan))
             for unit, part in zip(self.units, parts, strict=True)
@@ -279,7 +279,7 @@ class Node:
         return whole
 
     def average_(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
-        """Start averaging over the node, in place; if that fails, ``check`` raises the error."""
+        """Start to average a tensor over the node, in place; ``check`` raises the error if this fails."""
         # divide before the sum, which could overflow in 16 bits
         divide_(tensor, self.comm.world_size)
         work = dist.all_reduce(tensor, group=self.comm.group, async_op=True)
@@ -311,7 +311,7 @@ class Node:
 
 @contextmanager
 def _noted(comm: TorchCommunicator) -> Iterator[None]:
-    """Record an error in a call inside the node, after which no exchange may begin."""
+    """Record a failed call inside the node, so that no further exchange begins."""
     try:
         yield
     except CommunicationError as error:
@@ -363,7 +363,7 @@ def _reduce_scatter(part: Tensor, whole: Tensor, **options: Any) -> Any:
 
 
 def _gather(comm: TorchCommunicator, whole: Tensor, part: Tensor) -> None:
-    """Gather the parts of all ranks of a node."""
+    """Gather the parts of a node's ranks into ``whole``."""
     # the function was renamed in torch 2.13, like reduce-scatter
     present = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = present(whole, part, group=comm.group, async_op=True)

@@ -95,7 +95,7 @@ def _microbatches(schedule: Any) -> tuple[int, float] | None:
 
 
 def _for_whole(options: Options, shards: Sequence[Shard], parts: Communicator) -> Options:
-    """Choose the density by the size of the whole model if none was given; all parts choose the same."""
+    """Choose a default density by the size of the whole model, so that all parts choose the same."""
     mine = torch.tensor([elements_of(shards)], device="cpu")
     elements = sum(int(size) for size in driver.run(parts.allgather(mine, "sizes")))
     return options.for_size(elements, options.tell)
@@ -190,7 +190,7 @@ class ParameterSource(Source):
         """Check the model on every forward pass, and count gradients, until the handle is closed."""
         model = self._model()
         assert model is not None
-        # a weak reference, because this source keeps the parameters alive, so they must not keep it alive
+        # a weak reference: this source keeps the parameters alive, so their hooks must not keep it alive
         weak = weakly(self.on_gradient)
         # compiled autograd would trace the hook, which exchanges messages
         disable: Any = torch.compiler.disable
@@ -341,7 +341,7 @@ class ParameterSource(Source):
         self._close()
 
     def _broken(self, why: str) -> ConfigurationError:
-        """Discard the open step; return an error with the reason."""
+        """Discard the open step, and return the error to raise."""
         self.discard()
         return ConfigurationError(why)
 
@@ -351,7 +351,7 @@ class ParameterSource(Source):
         return self._steps.scaler
 
     def discard(self) -> None:
-        """Undo the work of a backward pass that broke off."""
+        """Undo the work of an interrupted backward pass."""
         self._open = None
         self._steps.discard()
 
@@ -363,7 +363,7 @@ class ParameterSource(Source):
         gradients = [local_of(this.take(*pair)) for pair in zip(names, parameters, strict=True)]
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
-        # keep them for ``write``; until the commit, the residual uses the memory of large gradients
+        # keep the gradients for ``write``; until the commit, the residual uses the memory of large ones
         this.gradients[unit] = gradients
         for its in self._runs[unit]:
             # ``contiguous`` is needed for a strided 1-D tensor that the user has put into .grad, because
@@ -408,7 +408,7 @@ class ParameterSource(Source):
                     if (parameter := self._parameters[name]).requires_grad:
                         parameter.grad = this.taken[name]
         finally:
-            if finished.done():  # otherwise the wait was broken off, and the engine still writes
+            if finished.done():  # otherwise the wait was interrupted, and the engine still writes
                 this.taken.clear()
                 this.gradients.clear()
         steps.compare()

@@ -1,6 +1,6 @@
 """Runs: small parameters that are adjacent in a unit, accumulated and written together.
 
-This saves time: for a small parameter, starting a pass from Python takes longer than running it.
+For a small parameter, starting a pass from Python takes longer than the pass itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparsync.units import Slot
 
 __all__ = ["Place", "Run", "parts_of", "runs_of", "write_part"]
 
-_SMALL: Final = 1 << 15  # elements; copying this many takes no longer than Python's overhead
+_SMALL: Final = 1 << 15  # elements; copying so few takes no longer than a call from Python
 # A run of this many elements is not extended any further: its averages are written through a dense copy,
 # which must be small compared with the unit.
 _RUN: Final = 1 << 20

@@ -25,7 +25,7 @@ from sparsync.units import local_of, replicated_tensors
 __all__ = ["Sentinel", "check_replicas"]
 
 _NAMED = 3  # number of tensors named in a message
-# outcomes of a comparison; breaking off is the worst, because messages may still be in flight
+# outcomes of a comparison; an interruption is the worst, because messages may still be in flight
 _FINE, _REPORTED, _REFUSED, _BROKEN_OFF = range(4)
 
 
@@ -83,7 +83,7 @@ class Sentinel:
 
     def due(self, step: int) -> bool:
         """Return whether the replicas are compared after step ``step`` (0-based)."""
-        # a comparison ends a period, as averages do
+        # compare at the end of a period, where averagers also average
         return (step + 1) % self.period == 0
 
     def tensors(self, model: nn.Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ async def check_replicas(
 
     Raises:
         DisagreementError: something differs and the policy is "raise", or "heal" without a majority.
-        CommunicationError: the comparison broke off, here or on another part.
+        CommunicationError: the comparison was interrupted, here or on another part.
     """
     # An error is held back until the other parts know of it. They compare with their own peers, so they
     # may find nothing wrong. They would then continue training, or wait for this rank in the next step.
@@ -196,7 +196,7 @@ async def _compare(
 
 
 def _named(torn: Sequence[Divergence], called: Sequence[int], place: str) -> str:
-    """Return the names of the first tensors that differ, and the ranks, as numbered in ``called``."""
+    """Name the first tensors that differ, with the ranks' numbers in ``called``, for an error message."""
     more = len(torn) - _NAMED
     shown = "; ".join(
         str(replace(each, groups=tuple(tuple(called[r] for r in group) for group in each.groups)))

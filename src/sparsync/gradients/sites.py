@@ -144,7 +144,7 @@ def _peers(rank: int, ranks: int) -> Iterator[int]:
 
 
 async def _trip(comm: Communicator, peer: int, nbytes: int) -> float:
-    """Return the seconds of the fastest of several round-trips to a rank."""
+    """Time several round trips to a rank; return the seconds of the fastest."""
     # the payload has random bytes, because a compressing tunnel would look fast with zeros
     payload, trips = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cpu"), []
     for _ in range(_TRIPS + 1):

@@ -62,7 +62,7 @@ class Step(ABC):
         """Write the averages of all units into the gradients."""
 
     def forget(self, finished: Future[None]) -> None:
-        """Drop the jobs; keep them if the wait was broken off, because the engine still needs them."""
+        """Drop the jobs; keep them if the wait was interrupted, because the engine still needs them."""
         if finished.done():
             self.jobs.clear()
 
@@ -213,8 +213,8 @@ class GradientSteps:
         self.before: tuple[int, Traffic] | None = None
         self.last: Step | None = None
         self._launched = -1  # the last step whose exchange has begun
-        self._finishing: Future[None] | None = None  # the end of the last step
-        self._left = False  # whether gradients hold averages, and no backward pass has begun since
+        self._finishing: Future[None] | None = None  # the job that ends the last step
+        self._left = False  # whether gradients still hold the last step's averages
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -242,7 +242,7 @@ class GradientSteps:
     def begin(self) -> bool:
         """Begin a step, and adapt the residual to its scale; return False if this rank has left."""
         reducer, ledger = self.reducer, self.reducer.comm.ledger
-        # An exception in the program, e.g. KeyboardInterrupt, may have broken off the wait for the last
+        # An exception in the program, e.g. KeyboardInterrupt, may have interrupted the wait for the last
         # step.  The other ranks commit that step, so this rank must finish it first.
         if self._finishing is not None:
             wait([self._finishing])
@@ -357,7 +357,7 @@ class GradientSteps:
     # ---- whenever ----------------------------------------------------------------------------------
 
     def discard(self, *, ends: bool = True) -> None:
-        """Undo the work of a backward pass that broke off; with ``ends``, also end the step."""
+        """Undo the work of an interrupted backward pass; with ``ends``, also end the step."""
 
         def undo() -> None:
             self._whole.refuse()

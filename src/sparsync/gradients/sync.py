@@ -50,7 +50,7 @@ class Source(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Undo the work of a backward pass that broke off."""
+        """Undo the work of an interrupted backward pass."""
 
     @property
     def exchange(self) -> str:

@@ -1,8 +1,8 @@
 """The hot loops in C++ (``native/``), for float32 on the CPU; ``reference.py`` describes them.
 
-They are built when the package is installed, if there is a C++ compiler.  The instruction set is chosen
-at run time: AVX-512, AVX2, NEON, or plain C++.  The environment variable ``SPARSYNC_KERNELS`` overrides
-the choice; the value ``torch`` disables this module.  Passes over large vectors use up to
+The extension is built when the package is installed, if there is a C++ compiler.  The instruction set is
+chosen at run time: AVX-512, AVX2, NEON, or plain C++.  The environment variable ``SPARSYNC_KERNELS``
+overrides the choice; the value ``torch`` disables this module.  Passes over large vectors use up to
 ``torch.get_num_threads()`` threads.
 
 Tensors are passed as addresses.  This module or the C++ code refuses arguments that would cause

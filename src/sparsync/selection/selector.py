@@ -100,7 +100,7 @@ class Everything(Selector):
 class ExactState:
     """State carried from step to step."""
 
-    threshold_key: int | None = None  # the last step's k-th largest magnitude; None at first
+    threshold_key: int | None = None  # the last step's k-th largest magnitude; initially None
     drift: int = 0  # smoothed change of the threshold per step
     gap: float = 0.125  # distance below the expected threshold from which to collect, in octaves
 
@@ -148,7 +148,7 @@ class Exact(Selector):
         return selected
 
     def _lowest(self, dtype: torch.dtype) -> int | None:
-        """Return the key from which entries are collected."""
+        """Return the key from which entries are collected: the expected threshold minus the gap."""
         state: ExactState = self.state
         if state.threshold_key is None:
             return None
@@ -172,7 +172,7 @@ class Exact(Selector):
 
 
 def _aim(k: int) -> float:
-    """Return how many entries to collect: 2 k and a margin, because small k have varying thresholds."""
+    """Return how many entries to collect: 2 k and a margin, because a small k has unsteady thresholds."""
     return _AIM * k + 8 * math.sqrt(k)
 
 

@@ -37,14 +37,14 @@ __all__ = [
     "worst",
 ]
 
-_TEXT_BYTES = 1 << 16  # bytes of a fact's value that ranks exchange when they disagree
+_TEXT_BYTES = 1 << 16  # limit in bytes on a fact's text, which ranks exchange if the fact differs
 _NO_MARKS = torch.zeros(0, dtype=torch.bool, device="cpu")
 _NAMED = 3  # number of other ranks whose values an error shows
 # the number of characters of a value that an error shows, and of the ones before the first difference
 _SHOWN, _BEFORE = 240, 60
 _BETWEEN = " | "  # separates the names that ranks exchange when they differ
 _WORD = 8  # bytes in a word
-_ROW = 1024  # words in a row: few enough for a cache, and enough to keep the sums small
+_ROW = 1024  # words in a row; a row fits into a cache, and long rows leave few sums per tensor
 
 T = TypeVar("T")
 
@@ -112,14 +112,15 @@ async def on_all_or_none(comms: Sequence[Communicator], action: Callable[[], T],
     Raises:
         SparsyncError: the action's own error on a rank where it failed; on all other ranks, a
             ``CheckpointError`` that names one failed rank and the reason.
-        ConfigurationError: an earlier exchange broke off on this rank.
+        ConfigurationError: an earlier exchange was interrupted on this rank.
 
     Cost: the cost of ``worst``.
     """
     result: T | None = None
     error: Exception | None = None
     words = ""
-    # the action's own error is raised outside, because no exchange has broken off: all ranks learn of it
+    # An error that leaves ``exchange`` marks the group as broken.  A failed action breaks no exchange,
+    # because all ranks learn of it, so its error is raised after this context.
     with comms[0].exchange():
         try:
             result = action()
@@ -265,7 +266,7 @@ class Divergence:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return a text that is equal for two tensors only if dtype, shape and all bits are equal.
+    """Return a text that differs if tensors differ in dtype, shape or bits; exceptions are given below.
 
     The tensor is read as a table of 8-byte words, whose row sums and column sums are hashed.  The digest
     always detects a single differing word and two swapped words.  It misses differences of four or more

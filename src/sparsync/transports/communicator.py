@@ -95,7 +95,7 @@ class Communicator(ABC):
         companions: threads, actors and memories that other modules have attached to this group;
             ``close`` ends them.
         aborted: set by ``abort``; shared by all channels.
-        broken: the errors that broke off calls within ``exchange``; shared by all channels.
+        broken: the errors that interrupted calls within ``exchange``; shared by all channels.
         pads: whether ``alltoallv`` pads every message to its sender's capacity.
         tags: number of channels supported by the transport.
         timeout: seconds that any wait may take.
@@ -115,7 +115,7 @@ class Communicator(ABC):
         self.device = device
         self.ledger = Ledger()
         self.tag = 0
-        self.companions: dict[str, Any] = {}  # each with ``close``
+        self.companions: dict[str, Any] = {}  # closed with this communicator
         self.aborted = threading.Event()
         self.broken: list[str] = []
 
@@ -157,12 +157,12 @@ class Communicator(ABC):
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Return a context for one exchange, which refuses to start if an earlier exchange broke off.
+        """Return a context for one exchange, which refuses to start if an earlier one was interrupted.
 
-        If an exchange breaks off, every rank stops at a different point.  Its messages may still arrive,
-        and the next exchange would take them for its own.  To prevent this, the context records the
-        error.  Errors that all ranks raise together, after they have received all messages, do no harm
-        and are not recorded.
+        If an exchange is interrupted, every rank stops at a different point.  Messages of this exchange
+        may still arrive, and the next exchange would take them for its own.  To prevent this, the
+        context records the error.  Errors that all ranks raise together, after they have received all
+        messages, do no harm and are not recorded.
         """
         self.check_whole()
         try:
@@ -175,7 +175,7 @@ class Communicator(ABC):
             raise
 
     def check_whole(self) -> None:
-        """Refuse a new exchange after an earlier one broke off."""
+        """Refuse a new exchange after an earlier one was interrupted."""
         if self.broken:
             raise ConfigurationError(
                 f"rank {self.rank}: an earlier exchange broke off ({self.broken[0]}), and its messages "
@@ -183,7 +183,7 @@ class Communicator(ABC):
             )
 
     def share_broken(self, other: Communicator) -> None:
-        """Share the record of broken-off calls with another group, because the exchanges are linked."""
+        """Share the record of interrupted calls with another group, because the exchanges are linked."""
         self.broken = other.broken
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class Finished(Operation):
 @final
 @dataclass(frozen=True)
 class Failure:
-    """What a coroutine on an engine returns if only it fails and the others in flight continue."""
+    """The result of a coroutine that fails alone, while an engine's other coroutines continue."""
 
     error: Exception
 
@@ -164,7 +164,7 @@ class Flight:
         self._move(member, member[0].resume)
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Wait about ``seconds`` at most for the oldest member; advance all as far as possible."""
+        """Wait at most about ``seconds`` for the oldest member; run every member as far as possible."""
         for member in list(self._members):  # copied, because members that end are removed
             step = member[0].advance
             # Only the first wait of the oldest member may block.  Younger members are only polled:
@@ -310,7 +310,7 @@ class Engine:
     def close(self, patience: float | None = None) -> None:
         """Finish the queued jobs, then end the thread.
 
-        After ``patience`` seconds, ``end`` breaks off the remaining jobs.  If a job calls this on the
+        After ``patience`` seconds, ``end`` interrupts the remaining jobs.  If a job calls this on the
         engine's own thread, the call returns immediately, and the thread ends after the queued jobs.
         """
         self._jobs.put(None)

@@ -97,7 +97,7 @@ class GlooCommunicator(Communicator):
         made = ProcessGroupGloo(
             PrefixStore(f"sparsync/{job}", store), rank, len(endpoints), options
         )
-        self._last[place] = store  # only once it has answered
+        self._last[place] = store  # keep the store only once it has answered
         return made
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:

@@ -29,7 +29,7 @@ class Subgroup(Communicator):
         super().__init__(list(ranks).index(parent.rank), len(ranks), parent.device)
         self.parent, self.ranks, self.ledger = parent, list(ranks), parent.ledger
         # Parent and subgroup share a channel and the records of failures.  All their messages have one
-        # order, aborting either ends the waits of both, and if an exchange of either breaks off, neither
+        # order, aborting either ends the waits of both, and if an exchange of either fails, neither
         # can start another one.
         self.tag, self.aborted, self.broken = parent.tag, parent.aborted, parent.broken
 
@@ -70,11 +70,11 @@ class SoloCommunicator(Communicator):
         return SoloHost(actor)
 
     def start_send(self, payload: Tensor, dest: int, phase: str, framing: Framing) -> Operation:
-        """Never reached: ``isend`` refuses first."""
+        """Never called: ``isend`` refuses to send to a rank that does not exist."""
         raise AssertionError("a world of one sends nothing")
 
     def start_recv(self, source: int, capacity: int, phase: str, framing: Framing) -> Operation:
-        """Never reached: ``irecv`` refuses first."""
+        """Never called: ``irecv`` refuses to receive from a rank that does not exist."""
         raise AssertionError("a world of one receives nothing")
 
 
@@ -88,7 +88,7 @@ class SoloHost(Host):
         actor.meet(self)
 
     def send(self, dest: int, payload: Tensor) -> None:
-        """Never reached."""
+        """Never called, because the actor has no peers."""
         raise AssertionError("a world of one sends nothing")
 
     def call(self, function: Callable[[], None]) -> None:

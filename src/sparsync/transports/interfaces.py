@@ -189,7 +189,7 @@ def selected(value: str, present: Sequence[Interface]) -> list[Interface]:
         found = [one for one in left if one.addresses and not one.loopback]
     for part in () if excludes else parts:
         matched = [one for one in present if _matches(part, one)]
-        # of several matches, keep only interfaces with an address; a single match is what the user wants
+        # of several matches, keep those with an address; keep a single match anyway, as the user named it
         found += [one for one in matched if one.addresses] if len(matched) > 1 else matched
         wrong = wrong or ("" if matched else part)
     if not found or wrong:

@@ -1,7 +1,7 @@
 """Count every byte that a rank sends or receives, by phase, by step and by purpose.
 
 The ledger counts the payloads that the transport is given.  They include the wire format's headers but
-not the transport's own framing (such as TCP's).  It never synchronises with a device or a peer.
+not the transport's own framing (such as TCP's).  The ledger never synchronises with a device or a peer.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Ledger:
             self.outside += self.total() - before
 
     def set_up(self) -> Traffic:
-        """Count the traffic so far to no step; return it, without traffic outside of steps."""
+        """Let the open step begin without traffic; return the traffic so far, without ``outside``."""
         self._finished, self.phases = self.by_phase(), {}
         return self.of_steps()
 

@@ -264,7 +264,7 @@ class MpiCommunicator(Communicator):
 
 @functools.cache
 def _key(mpi: Any) -> int:
-    """Return the key of the MPI attribute that holds an ``MpiCommunicator``, and closes it when freed."""
+    """Return the key of the MPI attribute whose deletion closes the ``MpiCommunicator`` stored in it."""
     # Attributes are MPI's own way for libraries to attach data to a communicator.  Duplicates do not
     # inherit them, and freeing the communicator deletes them.  A weak dictionary keyed by mpi4py objects
     # would not work, because several of these objects may refer to one communicator.

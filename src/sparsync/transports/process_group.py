@@ -327,7 +327,7 @@ def break_off(gloo: Any, world_size: int) -> None:
     """
     for peer in range(world_size):
         # provoke a timeout: wait for a message that no rank ever sends
-        with suppress(RuntimeError, ValueError):  # it has disconnected, or is this rank
+        with suppress(RuntimeError, ValueError):  # the peer has disconnected, or is this rank
             gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, NEVER).wait(_AT_ONCE)
 
 

@@ -62,7 +62,7 @@ _PREFIX: Final = "sparsync/meetings"
 _CARD_BYTES: Final = 512  # limit on a card sent over a communicator, e.g. a host name
 _WRONG: Final = "cannot take part"  # key in a card for the reason why a rank cannot take part
 _COMPLAINT: Final = 180  # limit on the characters of this reason if sent over a communicator
-_BYE: Final = 20.0  # a rank that cannot take part waits for the others for this many seconds
+_BYE: Final = 20.0  # seconds for which a rank that cannot take part waits for the other ranks
 
 
 def store_of(group: dist.ProcessGroup | None) -> Store:
@@ -97,7 +97,7 @@ def meet(
     arrivals = list[str]()
 
     def wait(keys: Sequence[str], *signs: Sequence[str]) -> None:
-        """Wait for all keys; if one is missing, name the ranks without the first sign that is missing."""
+        """Wait for all keys; on failure, name the ranks that lack the first sign, or else a later one."""
         for peer, key in enumerate(keys):
             left = max(deadline - time.monotonic(), 0.001)
             try:
@@ -152,7 +152,7 @@ def meet(
             f"{where}: the store does not answer, and the process that serves it may be gone "
             f"({first_line(error)})"
         ) from error
-    if rank == 0:  # the store may end with this process, so wait until the others have read it
+    if rank == 0:  # the store may end with this process, so wait until the other ranks have read it
         wait(read, read)
     return cards
 
@@ -263,7 +263,7 @@ def check_one_interface(interface: str, host: str) -> None:
 
 
 def _address_of(value: str, host: str | None) -> str:
-    """Return an address of an interface that ``GLOO_SOCKET_IFNAME`` selects, on the route if possible."""
+    """Return an address that ``GLOO_SOCKET_IFNAME`` selects, preferably on the route to ``host``."""
     present = own_interfaces()
     addresses = [text for one in selected(value, present) for text in one.addresses]
     if not addresses:
@@ -341,7 +341,7 @@ class GlooPlace:
         return listening_on(self.far if self._avoids(several) else self.names)
 
     def addresses(self, *, several: bool) -> tuple[str, ...]:
-        """Return the addresses on which gloo listens in that context, one per interface."""
+        """Return the addresses on which gloo listens within ``listening``, one per interface."""
         return (self.beyond,) if self._avoids(several) else self.own
 
     def check_reachable(self, rank: int) -> None:
@@ -491,7 +491,7 @@ def check_sockets(sockets: Mapping[str, Any]) -> None:
 
 
 def _check_advertised(advertise: object) -> None:
-    """Refuse a text that is no host name or IP address; otherwise its error would come much later."""
+    """Refuse a text that is neither a host name nor an IP address; it would fail much later."""
     host = advertise.strip("[]") if isinstance(advertise, str) else ""
     # a single colon would precede a port; an IPv6 address has at least two
     fits = re.fullmatch(r"[^\s\[\]/:]+", host) or (host.count(":") > 1 and _is_address(host))

@@ -161,7 +161,7 @@ def attach_updates(
         groups.close()
         raise
     try:
-        # a replica split over ranks would have to agree on one count before its update could be weighed
+        # ranks that share a replica may count differently, but its update can have only one weight
         several = consensus is not None and consensus.parts.world_size > 1
         # Buffers are made equal here.  A forward pass may have made statistics differ, later exchanges
         # send only changes, and DDP stops broadcasting buffers.  This must happen before the engine reads
@@ -214,7 +214,7 @@ def attach_updates(
 
 
 def _parts(module: nn.Module, replicate: Any, groups: Groups, options: Options) -> Any:
-    """Return this replica's split: pieces and kinds by name, the ranks of replicas, and the consensus."""
+    """Describe how this replica is split: pieces and kinds of parameters, ranks, and the consensus."""
     from sparsync.gradients.consensus import PartsConsensus  # DTensor takes 0.4 s to import
     from sparsync.gradients.shards import Fsdp, ranks_of, shards_of
 

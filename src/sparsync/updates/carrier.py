@@ -57,11 +57,11 @@ class Carrier:
 class _Carried(Operation):
     """An exchange in flight on the engine's thread.
 
-    This is not a coroutine, because Python warns about a coroutine that is never awaited.  That happens
-    if the process ends before the exchange has been applied.
+    The class is not a coroutine: if the process ended before the exchange was applied, Python would warn
+    about a coroutine that was never awaited.
 
     Attributes:
-        goes_on: whether the last wait was broken off, e.g. by Ctrl-C, while the exchange continues.
+        goes_on: whether the last wait was interrupted, e.g. by Ctrl-C, while the exchange continues.
     """
 
     def __init__(self, future: Future[float], carrier: Carrier) -> None:

@@ -114,7 +114,7 @@ class Contributions:
         self._kind, self._total = kind, self._total + count
 
     def take(self, part: int) -> float:
-        """Return this rank's count since a fragment's last exchange, and restart the count."""
+        """Return the data that this rank has counted since a fragment's last exchange; restart at 0."""
         seen, self._sent[part] = self._total - self._sent[part], self._total
         return seen
 
@@ -139,7 +139,7 @@ class Contributions:
         try:
             gathered = await reducer.channel("contributions").allgather(mine, "contributions")
         except BaseException:
-            reducer.fail()  # otherwise the other parts of this replica would wait for its vote
+            reducer.fail()  # otherwise, the other parts of this replica would wait for this part
             raise
         *columns, kinds = zip(*(one.tolist() for one in gathered), strict=True)
         # kind 0 means that the rank has not counted anything so far
@@ -195,7 +195,7 @@ def contributions_kind(fragments: int, state: Any) -> Kind:
     return Fields(
         {
             "weighs": Common(Either((Exactly(None), bool))),
-            # not ``Common``, because the kind is 0 on a rank that has not counted yet
+            # not ``Common`` (equal on all ranks): a rank that has not counted yet has the kind 0
             "kind": Number(0, len(_KINDS) - 1, whole=True),
             "total": Number(0),
             "sent": Each((counted,) * fragments),

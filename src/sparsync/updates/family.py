@@ -15,7 +15,7 @@ from sparsync.wire import SparseQsgd
 __all__ = ["OUTER_SETTINGS", "sparseloco"]
 
 _CHUNK: Final = 4096
-_ENTRIES: Final = 64  # per chunk of 64 x 64, as in SparseLoCo: 1.6 %, within the paper's 1 to 3 %
+_ENTRIES: Final = 64  # kept of 64 x 64, as in SparseLoCo: 1.6 %, within the paper's 1 to 3 %
 
 
 def sparseloco() -> Algorithm:
@@ -35,7 +35,7 @@ def sparseloco() -> Algorithm:
 
 
 def _chunkwise() -> Algorithm:
-    """Return DeMo's exchange: chunk-wise top-k, allgathered."""
+    """Return DeMo's exchange: select the largest entries of each chunk, and allgather them."""
     return Algorithm("chunkwise", lambda: Blockwise(block=_CHUNK), Allgather)
 
 

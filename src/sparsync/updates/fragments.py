@@ -22,17 +22,17 @@ Begin = Callable[[], Coroutine[Operation, None, None]]
 
 
 class Fragment(NamedTuple):
-    """A run of parameters."""
+    """Consecutive parameters that are exchanged together."""
 
-    span: slice  # where the run lies in the vector
+    span: slice  # their elements in the vector of all weights
     units: range  # numbers of the fragment's units; a unit belongs to only one fragment
 
 
 class _Piece(NamedTuple):
-    """A run of elements of a unit that is contiguous in the vector."""
+    """Consecutive elements of a unit that are also consecutive in the vector."""
 
-    unit: int  # start in the unit
-    vector: int  # start in the vector
+    unit: int  # the run's first element, counted within the unit
+    vector: int  # the same element, counted within the vector
     size: int
 
 
@@ -51,7 +51,7 @@ class Layout:
     def __init__(
         self, parameters: Mapping[str, Tensor], rest: Mapping[str, int], count: int
     ) -> None:
-        # runs of parameters that have the same dtype, each after its dtype
+        # consecutive parameters of one dtype, joined into one slice of the vector
         self._narrow: list[tuple[torch.dtype, slice]] = []
         self._shapes = {name: local_of(parameter).shape for name, parameter in parameters.items()}
         self._spans, self.end = dict[str, slice](), 0

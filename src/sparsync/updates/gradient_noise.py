@@ -40,13 +40,13 @@ Counts = dict[Tensor, tuple[Any, float]]
 TOGETHER: Final = 4
 _MOMENTS: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})  # in the state of Adam and AdamW
 _SIDE: Final = 8  # each gradient is projected to 8 x 8 sums, so 64 numbers are exchanged
-_RUN: Final = 1 << 18  # elements; a few runs fit into a cache, and their memory is reused
+_RUN: Final = 1 << 18  # elements processed at a time: a few such runs fit into a CPU's cache
 # Tensors of up to this many elements are joined, which costs no more than Python's overhead per tensor.
 _SMALL: Final = 1 << 13
 _JOINED: Final = 64  # number of small tensors that are joined at a time
-_PAIRS: Final = 25  # pairs of measurements until ``agreement`` is known
-_FORGETS: Final = 0.98  # factor on older pairs, per pair
-_STEPS_KEPT: Final = 0.98  # factor on older measurements of steps, per local step
+_PAIRS: Final = 25  # pairs of measurements that ``agreement`` needs before it reports a number
+_FORGETS: Final = 0.98  # factor on older pairs for each new pair
+_STEPS_KEPT: Final = 0.98  # factor on older measurements of steps for each local step
 # Ranks count as pulling apart only if the lasting part of their differences exceeds ``_SURE`` times all
 # differences, and also ``_ERRORS`` times its own standard error.  The second test is needed because with
 # heavy-tailed gradients or few parameters, a few pairs of measurements dominate the estimate.
@@ -55,7 +55,7 @@ _SURE, _ERRORS = 0.1, 4.0
 # of about 50 remembered pairs adds up, so ranks with the same data would otherwise seem to differ.
 _ROUNDOFF: Final = 1e-3
 
-# first and second moment of a parameter, its weights, and the constants of the pass over them
+# a parameter's first moment, second moment and weights, and the constants that lengthen its step
 _Job = tuple[Tensor, Tensor, Tensor, native.Moments]
 
 
@@ -150,7 +150,8 @@ class GradientNoise:
         # three sums of squares: the lasting part common to all ranks, the lasting part particular to
         # single ranks, and all differences between ranks; then the squared standard error of the second
         self._lasting, self._pairs = torch.zeros(4, dtype=torch.float64, device="cpu"), 0
-        # for each parameter, the squares of the average, and the mean of the single ranks' squares
+        # For each parameter: the squared norm of the ranks' average gradient, and the average of their
+        # squared norms.  The quotient of the two is the parameter's share.
         self._squares = torch.zeros(2, len(self._parameters), dtype=torch.float64, device="cpu")
         self._row_squares = torch.zeros(2, ends[-1], dtype=torch.float64, device="cpu")
         self._measured, self._step = 0, 0
@@ -228,7 +229,7 @@ class GradientNoise:
             # do in Adam's steps
             found = (found / of_ranks.clamp(min=1e-300))[:, known].sum(1)
             self._lasting[:3].mul_(_FORGETS).add_(found)
-            self._lasting[3:].mul_(_FORGETS**2).add_(found[1].square())  # the variance of the sum
+            self._lasting[3:].mul_(_FORGETS**2).add_(found[1].square())  # squared standard error
             self._pairs += int(known.any())
         self._common = sums.clone()
         self._measured += 1
@@ -323,7 +324,7 @@ def _gradient_of(parameter: Tensor, held: Tensor | None = None) -> Tensor | None
 
 
 def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
-    """Return sums of elements with random signs, over a matrix's rows and then over every 8th column."""
+    """Project a gradient to 8 x 8 sums, with random signs, over all rows and over every 8th column."""
     # An element's sign is the product of a sign of its row (8 of which are drawn, for 8 sums) and a sign
     # of its column.  This takes two small draws and one matrix product.  With a single sign per row, sums
     # of low-rank gradients were too noisy (design notes).
@@ -339,13 +340,13 @@ def _projected(gradient: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def _row_sums(gradient: Tensor, draw: torch.Generator) -> Tensor:
-    """Return the sum of each row's elements with random signs, which are the same for all rows."""
+    """Return the sum of each row's elements, with random signs; all rows use the same signs."""
     drawn = torch.randint(2, gradient.shape[1:], generator=draw, device="cpu")
     return (gradient @ drawn.mul_(2).sub_(1).to(gradient)).float()
 
 
 def _quotients(of_average: Tensor, of_ranks: Tensor, otherwise: float = 1.0) -> Tensor:
-    """Return shares, i.e. quotients of squares, or ``otherwise`` for parameters without a gradient."""
+    """Return each parameter's share, ``of_average / of_ranks``; ``otherwise`` if it had no gradient."""
     shares = torch.where(of_ranks > 0, of_average / of_ranks.clamp(min=1e-300), otherwise)
     # Transports add in different orders, so sums differ in the last bit. To keep steps unaffected,
     # shares are rounded to 64 values per octave: training over MPI is bit-identical to training over
@@ -477,7 +478,7 @@ def correct(
         rate = -lr * short / (1 - beta1**step)
         moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
         tensors, eps = (*moments, local_of(parameter)), float(group["eps"])
-        # by chance, a measured share may be below 1 / P, the share of pure noise
+        # even pure noise has a share of 1 / P on average, so lower measurements are due to chance
         if isinstance(share, Tensor):
             factors = share.clamp(min=1 / ranks).mul_(own)
             _lengthen_rows(*tensors, factors, (own, own, eps, rate))
@@ -518,7 +519,7 @@ def drop_broken(
     tensors = [[v for v in s.values() if isinstance(v, Tensor)] for s in states]
     broken = [not all(map(is_finite, values)) for values in tensors]
     # Several parts may hold the same parameter, and must make equal steps with it.  A part does not know
-    # which states are broken on the others, so all parts drop all states.
+    # which states are broken on other parts, so all parts drop all states.
     everything = on_any_part(any(broken))
     for state, here in zip(states, broken, strict=True):
         if here or everything:
@@ -526,7 +527,7 @@ def drop_broken(
 
 
 def _pass_over(jobs: Iterable[_Job]) -> None:
-    """Lengthen the step of every job; small tensors are joined first."""
+    """Lengthen the step of every job; small tensors are joined first, which saves calls."""
     # tensors are joined only if their constants, dtypes and devices are the same
     waiting: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
 
@@ -589,7 +590,7 @@ def _lengthen(first: Tensor, second: Tensor, weights: Tensor, numbers: native.Mo
         _lengthen_plainly(first, second, weights, numbers)
 
 
-# ---- the specification of C++ and Triton: without fused multiply-adds ---------------------------------
+# ---- what the C++ and Triton kernels must compute bit for bit: without fused multiply-adds -----------
 
 
 def _lengthen_plainly(

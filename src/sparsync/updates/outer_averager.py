@@ -113,7 +113,7 @@ class OuterAverager(Averager):
         return self._engine
 
     @property
-    def state(self) -> OuterState:  # the engine's, once it runs
+    def state(self) -> OuterState:
         """The number of exchanges in a row that were refused, as an ``OuterState``."""
         return OuterState() if self._engine is None else self._engine.state
 
@@ -133,7 +133,7 @@ class OuterAverager(Averager):
         return self.settings.first_period if self._engine is None else self._engine.period
 
     def effective_group_size(self, world_size: int) -> int:
-        """Return 1 if there are local steps between exchanges, because ranks then train alone."""
+        """Return 1 if ranks train alone between exchanges, and P if they exchange on every step."""
         return world_size if self.global_period == 1 else 1
 
     # ---- the algorithm -----------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class OuterAverager(Averager):
 
     @contextmanager
     def _holding(self, vector: Tensor) -> Iterator[None]:
-        """Let the engine read and write a vector, to which no reference remains afterwards."""
+        """Let the engine read and write a vector in this context; drop the reference afterwards."""
         self._weights.hold(vector)
         try:
             yield

@@ -51,11 +51,11 @@ class OuterState:
 
 
 def _nobody(_exchange: Begin) -> None:
-    """Return None, so that the exchange runs when its result is needed."""
+    """Start nothing in the background (None), so each exchange runs when its result is needed."""
 
 
 def alone(_here: bool) -> bool:
-    """Return False: a replica on a single rank has no other parts on which a condition could hold."""
+    """Answer that a condition holds on no other part, because the replica is whole on this rank."""
     return False
 
 
@@ -116,11 +116,11 @@ class OuterEngine(Stateful):
         self.state = OuterState()
         self.contributions = Contributions(weighs=weighs)
         self.contributions.plan(len(layout.fragments))
-        # by fragment, the step after which it was last sent
+        # for each fragment, the local step after which it was last exchanged
         self._sent = [-1] * len(layout.fragments)
         self._under_way: list[Exchange] = []
-        self._interrupted = False  # whether the last wait was broken off
-        # if a wait was broken off: its step, and whether its exchanges have yet to begin
+        self._interrupted = False  # whether the last wait was interrupted, e.g. by Ctrl-C
+        # if a wait was interrupted: its step, and whether the step's exchanges have yet to begin
         self._left_off: tuple[int, bool] | None = None
         self._scratch = Scratch()
         self._part_of = {
@@ -189,7 +189,8 @@ class OuterEngine(Stateful):
 
     def write(self, weights: Weights, values: Tensor) -> None:
         """Replace weights with values that are on the device of ``memory``."""
-        # if nothing is copied between devices, make only one call, because each is collective in a node
+        # Inside a node, every call of ``write`` is collective.  So make only one, unless values must be
+        # copied to another device, which is done in runs.
         most = values.numel() if values.device == self._weights_like.device else None
         for place in self._runs(slice(0, values.numel()), most):
             weights.write(place, values[place])
@@ -232,7 +233,7 @@ class OuterEngine(Stateful):
         await self._advance(step, begins=True)
 
     async def resume(self) -> None:
-        """Complete a step whose wait was broken off, e.g. by ``KeyboardInterrupt``.
+        """Complete a step whose wait was interrupted, e.g. by ``KeyboardInterrupt``.
 
         The exchange has continued meanwhile, and the other ranks apply it.  Call this before the weights
         change.
@@ -287,7 +288,7 @@ class OuterEngine(Stateful):
     ) -> None:
         """Adopt a peer's memory, then apply the averages that peers have applied, with their momentum.
 
-        This works only for a single fragment.
+        The model must consist of a single fragment.
         """
         self.memory, units = dict(memory), self.layout.fragments[0].units
         for averages, momentum in applied:
@@ -334,8 +335,8 @@ class OuterEngine(Stateful):
         if not refused:
             return
         # After a refusal, all ranks return to the weights that they had after the last exchange, and
-        # drop broken moments. If the next exchange is also refused, this did not help, so the error is
-        # raised; otherwise this might go on forever.
+        # drop broken moments.  If the next exchange is also refused, the return has not helped, so the
+        # error is raised; otherwise, ranks might return forever.
         self.state = OuterState(self.state.refused + 1)
         drop_broken(self.optimizers, self._on_any_part)
         if self.state.refused > 1:
@@ -407,9 +408,9 @@ class OuterEngine(Stateful):
         self._weights.reshard()
         for place in self._runs(slice(0, shared.numel())):
             self._weights.write(place, shared[place])
-        # In this vote, a part that has failed half way informs the others.  It has removed the delivered
-        # changes from its residuals, so it may deliver the rest later.  This part keeps the changes that
-        # were delivered to it.
+        # In this vote, a part that has failed half way informs the others.  The failed part has removed
+        # the delivered changes from its residuals, so it may deliver the rest later.  This part has
+        # succeeded, and keeps the changes that were delivered to it.
         if finite:
             self._on_any_part(False)
 
@@ -419,7 +420,7 @@ class OuterEngine(Stateful):
             self.contributions.shown[part] = 0.0
 
     def _missing(self, place: slice, weights: Sequence[Weight]) -> Tensor:
-        """Return the undelivered changes of this rank, on a part of the vector."""
+        """Return this rank's changes that no exchange has delivered yet, for a part of the vector."""
         # If the weights include the residual, the undelivered changes are the shared weights minus this
         # rank's weights.  Otherwise they are the change since the last exchange plus the residual.  If
         # ranks weigh their updates, the second form is needed, because the weight applies only to the
@@ -527,7 +528,7 @@ class OuterEngine(Stateful):
         exchange.carry(None)
 
     async def _exchange(self, exchange: Exchange) -> None:
-        """Exchange the moves of a fragment; the model does not change yet."""
+        """Exchange how far a fragment's weights have moved; the model does not change yet."""
         part, reducer = exchange.part, self.reducer
         fragment = self.layout.fragments[part]
         self._note(exchange.lands - self.settings.delay if exchange.late else exchange.lands)
@@ -589,11 +590,11 @@ class OuterEngine(Stateful):
 
     def _distance(self) -> float:
         """Return ``|moved|^2 / |shared|^2`` of this rank over all parameters."""
-        # buffers and moments do not count: their magnitudes differ, and they are averaged anyway
+        # measure only parameters: buffers and moments have other magnitudes, and are averaged anyway
         whole = slice(0, self.layout.end)
         norms = [
             torch.linalg.vector_norm(vector)
-            # runs save two copies of the model, but the cosine transform needs whole units
+            # runs avoid two copies of the whole model, but the cosine transform needs whole units
             for place in ([whole] if self.settings.dct else self._runs(whole))
             for vector in (
                 self._began(place).sub_(self._weights.read(place)),
@@ -605,7 +606,7 @@ class OuterEngine(Stateful):
     def _pieces(self, exchange: Exchange, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
         """Yield the tensors that form a part of the weights at the start of an exchange.
 
-        They have the same form as the tensors from ``Weights.pieces``.
+        Each is yielded after its position, as in ``Weights.pieces``.
         """
         if exchange.weights is None:
             return self._weights.pieces(place)
@@ -626,7 +627,7 @@ class OuterEngine(Stateful):
     async def _by_reducer(
         self, exchange: Exchange, moves: list[Moves], units: range
     ) -> list[Vector] | None:
-        """Exchange the moves, in runs where possible."""
+        """Exchange the moves; compute them in runs where possible, to save memory."""
         reducer, whole = self.reducer, dict[int, Tensor]()
         for unit, its in zip(units, moves, strict=True):
             # the cosine transform needs whole units
@@ -666,7 +667,7 @@ class OuterEngine(Stateful):
                     continue
                 if late is not None:
                     into.copy_(shared[place])
-                # this takes a single pass, even if the average still has to be decoded from messages
+                # a single pass, even if the average still has to be decoded from messages
                 average.subtract_from_(into, start + here.start)
 
     def _change(self, exchange: Exchange) -> Tensor:
@@ -709,11 +710,11 @@ class OuterEngine(Stateful):
         return exchange.scratch[number, : sizes[exchange.part]]
 
     def _shared(self, place: slice) -> Tensor:
-        """Return a copy of the shared weights."""
+        """Return a copy of the shared weights, for a part of the vector."""
         return self.memory["shared"][place].to(self._weights_like.device, copy=True)
 
     def _base(self, place: slice) -> Tensor:
-        """Return a copy of this rank's weights after the last exchange."""
+        """Return this rank's weights as they were after the last exchange, for a part of the vector."""
         if self.settings.residual != "weights":
             return self._shared(place)
         made = self._weights_like.new_empty(place.stop - place.start)
@@ -733,7 +734,7 @@ class OuterEngine(Stateful):
         return self.layout.rounded(place, self._base(place))
 
     def _withheld(self, place: slice) -> Tensor:
-        """Return the residuals on a part of the vector."""
+        """Return the residuals in the order of the vector, for a part of it."""
         made = self._weights_like.new_empty(place.stop - place.start)
         for unit, at, here in self.layout.units_at(place):
             value = self.reducer.residuals[unit].value
@@ -773,7 +774,7 @@ class OuterEngine(Stateful):
 
 @final
 class Moves:
-    """A rank's moves on one unit, computed on access."""
+    """A rank's moves in one unit, i.e. the changes of its weights to exchange; computed on access."""
 
     def __init__(self, engine: OuterEngine, exchange: Exchange, unit: int) -> None:
         self._engine, self._exchange, self._unit = engine, exchange, unit

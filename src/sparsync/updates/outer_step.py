@@ -170,7 +170,7 @@ class OuterStep:
         """The algorithm of the exchange, with the options that an outer step needs."""
         algorithm = self.algorithm
         if algorithm is None:
-            algorithm = _in_bits(default_bits(LARGE))  # until ``for_size``
+            algorithm = _in_bits(default_bits(LARGE))  # ``for_size`` may replace it
         # average=True, because undivided sums, as in SparCML, would act as an outer_lr of world_size
         chosen = replace(resolve(algorithm), average=True, make_dense=Changing)
         # entries of different fragments are selected at different times, so units cannot share one k
@@ -189,7 +189,7 @@ class OuterStep:
         if self.period is not None:
             return self.period
         if self.algorithm is None:
-            return _PERIOD  # until ``for_size``
+            return _PERIOD  # ``for_size`` may replace it
         # With H = bits / (64 density), a step costs as many bytes as sending pairs at this density on
         # every step: at 1 %, 32 bits per element are exchanged every 50 steps. ``bits`` is 0 for
         # algorithms that select entries; they exchange on every step.

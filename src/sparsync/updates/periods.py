@@ -103,7 +103,7 @@ def share_of(moved: Tensor, shared: Tensor) -> float:
 
 
 async def drift_of(square: float, reducer: Reducer) -> float:
-    """Return the root mean square over ranks, which is equal on all of them."""
+    """Return the root mean square of all ranks' distances, given the square of this rank's distance."""
     # Gather the values, and sum them in rank order on each rank.  The sum decides the next period, which
     # must be equal on all ranks, and a native allreduce guarantees equal sums only up to rounding.
     mine = torch.tensor([square], dtype=torch.float64, device="cpu")

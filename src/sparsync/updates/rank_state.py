@@ -179,7 +179,7 @@ def _group_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> K
 
 
 def _number_kind(least: float, value: Any = 0.0) -> Kind:
-    """Describe a number or a one-element tensor; either may store a rate, depending on the run."""
+    """Describe a setting, e.g. the learning rate, which may be a number or a one-element tensor."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else ()
     tensors = [Values(shape, dtype, least) for dtype in (torch.float64, torch.float32)]
     # Inf counts as damage, unless the live setting is also Inf, e.g. to switch clipping off
@@ -250,7 +250,7 @@ def _digests(moments: Moments) -> dict[Tensor, dict[str, Any]]:
         part = local_of(value)
         return digest(part.to_dense() if part.is_sparse else part)
 
-    # a parameter without moments may have an empty entry, or none
+    # leave out empty entries: a parameter without moments may have an empty entry or none at all
     return {
         p: {key: told(value) for key, value in kept.items()} for p, kept in moments.items() if kept
     }

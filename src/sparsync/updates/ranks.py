@@ -52,7 +52,7 @@ class UpdateRanks(ABC):
 
     @abstractmethod
     def step(self) -> AbstractContextManager[bool]:
-        """Return the context of a local step, which yields whether to take the step."""
+        """Return the context in which a local step runs; it yields False if the step must be left out."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -84,7 +84,7 @@ class AllRanks(UpdateRanks):
             return begin_together(comms, loaded, own, since)
 
     def step(self) -> AbstractContextManager[bool]:
-        """Take every step."""
+        """Return a context that yields True: every step is taken."""
         return nullcontext(True)
 
     def finish(self) -> None:

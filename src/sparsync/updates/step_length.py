@@ -120,7 +120,7 @@ def lengthen(
             # decay w'.  The mask stays on the device, so the host need not wait to know the case.
             if rests is not None:
                 step.masked_fill_(rests, 0.0)
-        # by chance, a measured share may be below 1 / P, the share of pure noise
+        # even pure noise has a share of 1 / P on average, so lower measurements are due to chance
         share = max(shares.get(parameter, 1.0), 1 / ranks)
         if share < 1:
             weights.add_(step, alpha=share**-0.5 - 1)

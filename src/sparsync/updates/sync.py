@@ -240,7 +240,7 @@ class UpdateSync(Handle):
     def _look_outside(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn once of parameters that an optimizer steps, but that no handle exchanges.
 
-        They are not refused: DDP may exchange them, or they may be private to each rank on purpose.
+        Such parameters are legal: DDP may exchange them, or each rank may have its own on purpose.
         """
         groups = optimizer.param_groups
         if self._groups.get(optimizer) == len(groups):  # the usual case: no group was added
@@ -266,7 +266,8 @@ class UpdateSync(Handle):
     def _before_forward(self) -> None:
         ddp, module = self._ddp(), self._plain()
         if self._weights.node is not None:
-            # check this before DDP prepares for a backward pass, in which the node averages gradients
+            # A node that has lost a rank cannot average gradients.  Refuse before DDP prepares for the
+            # backward pass.
             self.reducer.comm.check_whole()
         if ddp is not None:
             module = ddp.module
@@ -453,8 +454,8 @@ class UpdateSync(Handle):
 
     def _before_close(self) -> None:
         """Warn if this rank's weights differ from the shared ones, as they do until ``finish``."""
-        # If the program has written weights since the last step, e.g. its best checkpoint, nothing is
-        # known about other replicas.
+        # If the program has written weights since the last step, e.g. loaded its best checkpoint, the
+        # replicas may be equal, so there is nothing to warn of.
         if not self._differs or self.left or self.reducer.comm.rank or self._changes.written():
             return
         self._weights.reshard()

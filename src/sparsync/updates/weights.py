@@ -68,7 +68,7 @@ class ModelWeights(Weights):
     The vector is float64 if any of these tensors is, otherwise float32.  Inside a node, a rank reads only
     its own runs of the vector; writing is collective in the node, and gathers the runs of all its ranks.
 
-    Buffers that contain NaN or Inf at first are presumed constant.  They are read as zeros and never
+    Buffers that contain NaN or Inf initially are presumed constant.  They are read as zeros and never
     written.  They still have a place in the vector, so a saved state fits whatever their values are.
 
     Attributes:
@@ -229,11 +229,11 @@ class ModelWeights(Weights):
     def pieces(self, place: slice) -> Iterator[tuple[slice, Tensor | None]]:
         """Yield the tensors that form a part of the vector, each after its position; None means zeros."""
         for name, tensor, inside, here in self._within(place):
-            # inside a node, the vector holds one run of each tensor: its size over ranks, rounded up
+            # inside a node, each rank holds one run of every tensor: size / ranks elements, rounded up
             first, middle = self._rank * -(-tensor.numel() // self._divisor), here.start
             if name not in self.left_out:
                 found = tensor.detach().flatten()[first + inside.start : first + inside.stop]
-                found = found.to(self._like.device)  # buffers may be elsewhere
+                found = found.to(self._like.device)  # buffers may be on another device
                 middle += len(found)
                 yield slice(here.start, middle), found
             if middle < here.stop:  # the last run is padded

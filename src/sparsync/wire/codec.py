@@ -40,7 +40,7 @@ __all__ = [
 
 HEADER_BYTES = 8
 LONG_HEADER_BYTES = 16  # includes the region's size and the codec's detail
-_MAGIC = 0x51  # '5parsync', version 1
+_MAGIC = 0x51  # first byte of every message: 5 looks like the S of sparsync, and 1 is the version
 _SHORT, _LONG = struct.Struct("<4BI"), struct.Struct("<4BIQ")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 _CODE_OF = MappingProxyType({dtype: code for code, dtype in enumerate(_DTYPES, start=1)})

@@ -98,7 +98,8 @@ class Whole(Codec[DenseVector]):
         """Decode a message and check the count; values have the dtype in which they were sent."""
         header, body = self.body(payload, size)
         self._check_count(header, size)
-        return DenseVector(body.clone().view(header.dtype))  # a copy is aligned
+        # a message may start at any byte, but ``view`` needs aligned memory
+        return DenseVector(body.clone().view(header.dtype))
 
     @staticmethod
     def _check_count(header: Header, size: int) -> None:
@@ -181,7 +182,8 @@ class _OpenedWhole(Opened):
 
     def _values(self, start: int, stop: int) -> Tensor:
         width = self._dtype.itemsize
-        return self._body[start * width : stop * width].clone().view(self._dtype)  # aligned
+        # a message may start at any byte, but ``view`` needs aligned memory
+        return self._body[start * width : stop * width].clone().view(self._dtype)
 
 
 @final

@@ -28,7 +28,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(eq=False)
 class _Quantised(Codec[V]):
-    """What the dense and the sparse QSGD codec have in common."""
+    """The common part of the dense and the sparse QSGD codec."""
 
     options = tuple(bits + flags for bits in _BITS for flags in (0, 16, 32, 48))
     header_bytes = LONG_HEADER_BYTES
@@ -117,7 +117,8 @@ class _Quantised(Codec[V]):
 
     def _values(self, raw: Tensor, count: int) -> Tensor:
         middle = _SCALE_BYTES * -(-count // self.block)
-        scales, codes = raw[:middle].clone().view(torch.float32), raw[middle:]  # a copy is aligned
+        # a message may start at any byte, but ``view`` needs aligned memory
+        scales, codes = raw[:middle].clone().view(torch.float32), raw[middle:]
         check_end(codes, self.bits, count)
         # codes are in two's complement; the code -s - 1 stands for NaN and Inf, and is decoded as NaN
         factor = 1 / (1 + self.omega(min(count, self.block))) if self.shrink else 1.0

@@ -52,7 +52,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Input:
-    """A kind of gradient."""
+    """A kind of gradient for benches: how to draw it, and a description."""
 
     meaning: str  # one line for tables
     make: Callable[[Draw], Tensor]

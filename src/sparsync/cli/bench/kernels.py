@@ -245,7 +245,7 @@ def comparisons(
 
 
 def _support(size: int, density: float, seed: int, like: Tensor) -> Tensor:
-    """Draw random ascending indices."""
+    """Draw ascending indices at random, about ``density`` times ``size`` of them."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(size, generator=generator) < density).nonzero().flatten().to(like.device)
 

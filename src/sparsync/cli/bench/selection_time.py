@@ -1,4 +1,4 @@
-"""How long each selector takes to select k of n entries, by size of the residual (RedSync, Figure 3)."""
+"""Time each selector on residuals of several sizes (RedSync, Figure 3)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class SelectorRow:
     nbytes: int  # bytes of the residual
     speedup: float  # seconds of torch.topk at this size / seconds of the selector
     over_read: float  # seconds of the selector / seconds to read the residual once
-    entries_over_k: float | None  # entries selected by the last call, over k
+    entries_over_k: float | None  # number of entries that the last call selected, divided by k
     recall: float | None  # fraction of the k largest entries that were selected
     correct: bool  # False if the selector promises the k largest, but did not select them
     # median time of one call in seconds; on the CPU, the processor time of its single thread
@@ -155,7 +155,7 @@ class _Line:
 
 
 def _judge(x: Tensor, k: int, values: Tensor) -> tuple[float, float]:
-    """Return the number of selected values over k, and the fraction of the k largest among them."""
+    """Return the number of selected values divided by k, and the share of the k largest among them."""
     largest = x[kernels.top(x, k)].abs()
     # more than k if other entries tie with the k-th largest
     reached = int((values.abs() >= largest.min()).sum())

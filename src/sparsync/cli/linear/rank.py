@@ -233,7 +233,7 @@ def _result(
         sum(map(max, zip(*ranks, strict=True)))
         for ranks in zip(*(r.computed for r in reports), strict=True)
     ]
-    together = one_clock and not settings.staleness  # exchanges start after a fence, on one clock
+    together = one_clock and not settings.staleness  # common starts, on one clock
     exchanged = [
         _exchange_seconds(ranks, together)
         for ranks in zip(*(r.exchanged for r in reports), strict=True)

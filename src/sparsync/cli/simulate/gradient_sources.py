@@ -107,7 +107,7 @@ def _spread(sizes: Sequence[int], settings: SimulationSettings) -> Gradients:
         return torch.Generator().manual_seed(key & (2**63 - 1))
 
     def mixed(draw: Callable[..., Tensor], rank: int, unit: int, step: int) -> Tensor:
-        """Draw a rank's own numbers, except in the shared cells."""
+        """Draw a rank's own numbers, but in shared cells the numbers that all ranks get."""
         own = draw(held[unit], generator=generator(rank, unit, step))
         if not settings.shared:
             return own

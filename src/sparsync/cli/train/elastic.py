@@ -294,7 +294,7 @@ class _Run:
         self.seconds = max(one.when for one, _ in self._every()) - self.began
 
     def _release(self) -> None:
-        """Release waiting ranks; at first, wait until all are ready, or one of them would train alone."""
+        """Release waiting ranks; the first time, wait until all are ready, or one would train alone."""
         if not self.began and len(self.ready) < self.settings.ranks:
             return
         self.began = self.began or time.time()

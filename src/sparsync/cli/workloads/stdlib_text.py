@@ -179,7 +179,7 @@ class ByteTransformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """A layer of attention and a two-layer perceptron, each added to the residual stream."""
+    """Attention, then a two-layer perceptron; the output of each is added to the residual stream."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

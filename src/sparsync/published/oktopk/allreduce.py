@@ -411,7 +411,7 @@ class OkTopk(Collective):
 
 
 class _Kept(NamedTuple):
-    """How many of its region's largest entries each rank keeps; known to all ranks.
+    """The number of its region's largest entries that each rank keeps, known to all ranks.
 
     ``loads`` holds the number of entries that each rank has summed; it is empty if the ranks have not
     exchanged these numbers.

@@ -176,7 +176,7 @@ def _find(position: int, below: int, edges: Sequence[int], ends: Sequence[int]) 
 def _narrowed(
     bracket: Bracket, position: int, edges: Sequence[int], ends: Sequence[int]
 ) -> Bracket:
-    """Return the bin that holds the position, if the finer edges divide its bracket."""
+    """Return the finer bin that holds the position, or the bracket itself if no edges divide it."""
     first, last = bisect_left(edges, bracket.low), bisect_left(edges, bracket.high)
     # edges that divide a different bracket may also be in this range; the ones that divide this bracket
     # begin and end exactly where it does
@@ -316,7 +316,7 @@ async def split_reduce(
 
     # Shares are added in the order of the turns, not of their arrival: float addition is not
     # associative, and the simulator, gloo and ZeroMQ must agree bit for bit.  Rank order would be too
-    # slow: rank P - 1 would wait for its second-last turn before it could add rank 0's share.
+    # slow: rank P - 1 gets rank 0's share, which it would have to add first, only in its last turn.
     region, load, flight, arrived = mine, mine.nnz, start(0), []
     for first in range(0, len(turns), width):
         # Send the next bucket before this one has arrived.  The paper sends it afterwards, which costs

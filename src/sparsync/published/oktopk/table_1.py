@@ -76,7 +76,7 @@ def _log(ranks: int) -> int:
 
 
 def _one(words: Callable[[int, int, int], float]) -> Callable[[int, int, int], Interval]:
-    """Return a function whose interval has a term's single number as both of its ends."""
+    """Turn a term with a single value into a term with an interval: both ends are this value."""
     return lambda n, k, p: (float(words(n, k, p)),) * 2
 
 

@@ -51,8 +51,8 @@ class Timing:
         5.0
     """
 
-    overhead: float = 0.0  # independent of the size
-    per_byte: float = 0.0
+    overhead: float = 0.0  # seconds, independent of the size
+    per_byte: float = 0.0  # seconds
 
     def __add__(self, other: Timing) -> Timing:
         return Timing(self.overhead + other.overhead, self.per_byte + other.per_byte)

@@ -76,7 +76,7 @@ class Trimmed(Selector):
         keys = [_key_at(ratio, mean, peak, accumulated.dtype) for ratio in ratios]
         counts = kernels.count_from(accumulated, torch.tensor(keys, device=accumulated.device))
         enough = [(key, n) for key, n in zip(keys, counts.tolist(), strict=True) if n >= k]
-        # keys ascend, but the walk descends from the largest key, so it would stop at the last one here
+        # Algorithm 2 walks down from the largest key to the first that k entries reach: the last one here
         survivors = reaching(accumulated, *enough[-1]) if enough else None
         return largest(accumulated, k) if survivors is None else survivors.top(k)
 

@@ -167,8 +167,8 @@ class Dynamic(StreamCollective):
 
     The vector is cut into P even regions.  Every rank sends each region's entries to the region's owner,
     which folds them; an allgather follows.  A region is sent sparse if its reduced entries are within the
-    codec's limit, and otherwise dense; its header says which.  The total is dense if any region was sent
-    dense.
+    codec's limit, and otherwise dense; the message's header states the form.  The total is dense if any
+    region was sent dense.
 
     Args:
         codec: wire format; its dense part may quantise (``StreamCodec(dense=...)``).  Default: coo, or
@@ -430,7 +430,7 @@ class Ring(StreamCollective):
 
 @dataclass(frozen=True)
 class SparcmlAutoState:
-    """The last total's number of entries, and the first call's maximum per rank; None at first."""
+    """The last total's number of entries, and the first call's maximum per rank; initially None."""
 
     entries: int | None = None
     most: float | None = None

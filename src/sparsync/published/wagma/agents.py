@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _LAYOUT: Final = struct.Struct("<IIqQ")
-# number of versions per step: the last one is the step's round, the others are for calls of ``finish``
+# number of versions per step: the last one is the step's round, the rest are for calls of ``finish``
 _VERSIONS: Final = 1 << 20
 # for how many versions an agent remembers to which ranks it has forwarded an activation
 _REMEMBERED: Final = 32 * _VERSIONS
@@ -277,8 +277,8 @@ class Agent(Companion):
         self._waiting: tuple[int, Reply] | None = None  # a version, and the reply that waits for it
         self._told: dict[int, set[int]] = {}  # version -> ranks already sent an activation
         self._welcome: Round | None = None
-        self._generations = [0] * world_size
-        self._view = 0  # a digest of the generations
+        self._generations = [0] * world_size  # by rank; odd if the rank is left out
+        self._view = 0  # a digest of the generations; identifies the present ranks
         self._heard: dict[int, float] = {}
         self._gone: dict[int, str] = {}  # ranks that cannot rejoin, with the reasons
 
@@ -367,7 +367,7 @@ class Agent(Companion):
                 raise self._apart(header.version, header.number)
 
     def _check_passed(self, version: int, arriving: int = -1) -> None:
-        """Raise on all ranks if one is in a ``finish`` that this rank passed without concluding it."""
+        """Raise on all ranks if one waits in a ``finish`` that this rank passed without concluding it."""
         under_way = self.version if self._attempt is not None else -1
         newest = max(arriving, self._arrived, self._last.version, under_way)
         # only if all ranks have always been present (view 0), because a rank that was left out may be in
@@ -519,7 +519,7 @@ class Agent(Companion):
         self._merge(self._toggled(peer), reason)
 
     def _toggled(self, peer: int) -> list[int]:
-        """Return the generations with one rank left out or readmitted."""
+        """Return the generations with one rank's generation increased: it is left out or readmitted."""
         return [g + (rank == peer) for rank, g in enumerate(self._generations)]
 
     def _readmit(self, peer: int) -> None:

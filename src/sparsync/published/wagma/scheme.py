@@ -223,7 +223,7 @@ class Wagma(Accompanied):
         error = self.memory.get("error")
         self._rounds.error = None if error is None else error.cpu()
         self._taken = round_of(step - 1)
-        # reset these here too: a loaded state may be from an earlier step, with different ranks present
+        # reset them here too: a loaded state may be from an earlier step, with different ranks present
         self._finish, self.left_out, self._present = -1, (), []
         self._agent = Agent(self._rounds, comm.world_size, step, vector, self.deadline)
         self._run(comm, self._agent)
@@ -433,7 +433,7 @@ async def group_allreduce(comm: Communicator, vector: Tensor) -> Tensor:
         payload = bytes_of(vector)
         receiving = comm.irecv(partner, payload.numel(), "average", Raw("value"))
         await comm.isend(payload, partner, "average", Raw("value"))
-        theirs = (await receiving).clone().view(vector.dtype)  # a body may start at any byte
+        theirs = (await receiving).clone().view(vector.dtype)  # ``clone`` aligns the bytes
         vector = vector + theirs if comm.rank < partner else theirs + vector
     return vector
 

@@ -139,7 +139,7 @@ class Port:
 
     @property
     def seconds(self) -> float:
-        """How many seconds the messages of all phases occupied the port."""
+        """The number of seconds for which the messages of all phases occupied the port."""
         return sum(usage.seconds for usage in self.phases.values())
 
 
@@ -165,7 +165,7 @@ class Network(Generic[T]):
         ranks = range(world_size)
         self.sending = defaultdict[PortName, Port](Port, {rank: Port() for rank in ranks})
         self.receiving = defaultdict[PortName, Port](Port, {rank: Port() for rank in ranks})
-        self.worked = [0.0] * world_size  # seconds charged to each rank
+        self.worked = [0.0] * world_size  # seconds of work charged to each rank
         self._busy_until = [0.0] * world_size
         self._queued = links.ports == "single"
         self._events: list[tuple[float, int, Callable[[Any], object], Any]] = []
@@ -324,8 +324,8 @@ class Network(Generic[T]):
             self._at(until, self._happen, what)
 
     def _at(self, time: float, event: Callable[[Any], object], argument: Any) -> None:
-        # The sequence number orders events that happen at the same time.  It makes runs repeat exactly,
-        # and the heap never compares callables.
+        # The sequence number orders events that happen at the same time.  It makes runs repeat
+        # exactly, and spares the heap from comparing callables, which have no order.
         self._sequence += 1
         heapq.heappush(self._events, (time, self._sequence, event, argument))
 

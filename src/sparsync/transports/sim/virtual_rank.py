@@ -33,7 +33,7 @@ _YOUNG = 100_000
 
 @dataclass(frozen=True)
 class Prices:
-    """What messages cost the ranks in addition to the network's time: packing and unpacking."""
+    """The ranks' work for messages, in addition to the network's time: packing and unpacking."""
 
     weigh: Callable[[Tensor, Framing], Weight]  # returns the size charged for a message
     # s per entry, charged to the rank that creates a message but not to ranks that forward it

@@ -124,7 +124,7 @@ class ZmqCommunicator(Communicator):
         }
 
         opened = list[Mesh]()
-        # call this here, not in ``ready``: it is collective, and ``ready`` may fail earlier on a rank
+        # ``host_of_rank_0`` is collective, so call it before ``ready``, which may fail on a single rank
         meeting = host_of_rank_0(store) if isinstance(store, Communicator) else store
 
         def ready() -> dict[str, Any]:
@@ -275,7 +275,7 @@ class ZmqCommunicator(Communicator):
         outgoing = {dest: hosts[id(payloads[dest])] for dest in around}
         given = {dest: p for dest, p in outgoing.items() if p.numel() or framing.variable}
         sending = self._send_all(given, phase)
-        if outgoing:  # counted only now, because the bytes are already being sent meanwhile
+        if outgoing:  # count only now, while the bytes are already being sent
             booked = {id(payload): framing.parts(payload) for payload in outgoing.values()}
             parts = sum((booked[id(payload)] for payload in outgoing.values()), Parts())
             nbytes = sum(payload.numel() for payload in outgoing.values())

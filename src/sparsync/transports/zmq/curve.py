@@ -48,12 +48,12 @@ class CurveKeys:
         return hashlib.blake2b(b"".join(sorted(self.listed)), digest_size=6).hexdigest()
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
-        """Make a socket that is not bound yet accept only listed keys."""
+        """Let a socket accept only peers with listed keys; call this before it is bound."""
         socket.curve_server, socket.curve_secretkey = True, self.secret
         return Doorkeeper(socket.context, lambda request: curve_user(request, self.listed))
 
     def show(self, socket: zmq.Socket[Any], server: bytes) -> None:
-        """Make a socket that is not connected yet present this rank's key and require the server's."""
+        """Let a socket present this rank's key and accept only the server's; call before it connects."""
         socket.curve_serverkey, socket.curve_secretkey = server, self.secret
         socket.curve_publickey = self.public
 
@@ -71,12 +71,12 @@ class Password:
     word: bytes = field(default_factory=lambda: secrets.token_hex(16).encode(), repr=False)
 
     def guard(self, socket: zmq.Socket[Any]) -> Doorkeeper:
-        """Make a socket that is not bound yet accept only peers that know the word."""
+        """Let a socket accept only peers that know the word; call this before it is bound."""
         socket.plain_server = True
         return Doorkeeper(socket.context, lambda request: plain_user(request, self.word))
 
     def show(self, socket: zmq.Socket[Any]) -> None:
-        """Make a socket that is not connected yet present the word."""
+        """Let a socket send the word to its peer; call this before it connects."""
         # an endpoint without a word would give an empty password, which ZeroMQ refuses
         socket.plain_username, socket.plain_password = b"rank", self.word or b"none"
 

@@ -120,7 +120,7 @@ class Mesh:
         self._heard: set[int] = set()  # ranks from which a message has arrived
         self._ended: set[int] = set()  # ranks whose connection has ended, until the next check
         self._foreign = 0  # number of connections of another protocol
-        self._altered = False  # a rank's connection was broken off because its bytes were changed
+        self._altered = False  # a rank's connection was closed because its bytes were changed
         self._aborted = False
         self._busy = False  # whether a message has arrived since the last check
         self._looked = self._next_look = 0.0
@@ -132,10 +132,10 @@ class Mesh:
         sockets = list[zmq.Socket[Any]]()
         guards = list[Doorkeeper]()
         # The finalizer is created before any socket: a context with an open socket never terminates, and
-        # neither does its process.  It gets the containers, which are filled later, because a reference
-        # to ``self`` would keep the mesh alive.
+        # neither does its process.  The finalizer refers to the containers, which are filled later, and
+        # not to ``self``, which it would keep alive.
         self._patience = _Patience()
-        self._reserved = [os.open(os.devnull, os.O_RDONLY)]  # a descriptor for ``_cut``
+        self._reserved = [os.open(os.devnull, os.O_RDONLY)]  # a descriptor kept free for ``_cut``
         containers = sockets, self.links, guards, self._reserved
         self.close = weakref.finalize(
             self, _close, context, *containers, self._patience, os.getpid()
@@ -227,7 +227,7 @@ class Mesh:
             self._take(frames)
 
     def give_up(self) -> None:
-        """Tell the others that this rank has stopped waiting, so that they also stop."""
+        """Tell the other ranks that this rank has stopped waiting, so that they also stop."""
         self._tell_all(GIVE_UP)
 
     def _tell_all(self, flag: int) -> None:
@@ -426,7 +426,7 @@ class Mesh:
         try:
             twin = network.socket(fileno=os.dup2(descriptor, self._reserved[0], inheritable=False))
         except OSError:
-            return  # it has already ended
+            return  # the connection has already ended
         try:
             # ``descriptor`` may belong to a newer connection by now.  But its number can be reused only
             # after ZeroMQ has closed the old connection, and ZeroMQ reports the end before it closes.

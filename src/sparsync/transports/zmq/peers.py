@@ -34,8 +34,8 @@ HIGH_WATER: Final = 64
 # frame took 13 us of the caller's time and 7 us of ZeroMQ's thread, but the copy took only 10 us
 # (``benchmarks/transports.py``).
 INLINE: Final = 2**17
-# Payloads of at least this many bytes are sent directly from the tensor.  That wakes a thread, which
-# takes as long as a memcpy of 1 MiB, so shorter payloads are copied.
+# Payloads of at least this many bytes are sent directly from the tensor.  To do so,
+# ZeroMQ wakes a thread, which takes as long as copying 1 MiB, so shorter payloads are copied.
 ZERO_COPY: Final = 2**20
 # Longer payloads are sent in frames of this size.  Every frame is a sign of life, so a payload that takes
 # longer than a heartbeat over a slow link does not look like a death.
@@ -195,7 +195,7 @@ class Link:
 
     @property
     def state(self) -> str:
-        """Why the link is not open, as a text; empty if it is open."""
+        """The reason why the link is not open, as a text; empty if it is open."""
         if self.lost or self.opened:
             return self.lost
         seen = "the port answers, but lets nobody in" if self._reached else "no answer"

@@ -146,9 +146,9 @@ class Weights(ABC):
 class LazyWeights(Weights):
     """Weights that share one learning rate.
 
-    They are stored as ``scale * soft(values, shrunk - seen)``: an L2 step only shrinks ``scale``, and an
-    L1 step only adds to ``shrunk``.  Penalties can be deferred exactly, because ``soft`` by a after
-    ``soft`` by b equals ``soft`` by a + b.
+    The weights are stored as ``scale * soft(values, shrunk - seen)``: an L2 step only shrinks ``scale``,
+    and an L1 step only adds to ``shrunk``.  Penalties can be deferred exactly, because ``soft`` by a
+    after ``soft`` by b equals ``soft`` by a + b.
 
     Cost: O(nnz) per step, and O(n) when the scale is renewed.  Memory: n weights; with L1, another 8 n
     bytes.

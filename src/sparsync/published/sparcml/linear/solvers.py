@@ -201,7 +201,7 @@ class Solver(ABC):
         self.step = 0
 
     async def start(self, epochs: int | None = None) -> None:
-        """Check that all ranks agree on the problem, and count their rows; call this once, at first.
+        """Check that all ranks agree on the problem, and count their rows; call this once, first.
 
         Args:
             epochs: number of epochs that will follow, if known; must be equal on all ranks.
@@ -385,7 +385,7 @@ class Sgd(Solver):
             await self._exchange(None)
 
     def _gradient(self, order: Integers, turn: int) -> SparseVector:
-        """Return this rank's summand of the mean gradient over all ranks' rows in this step."""
+        """Return this rank's contribution to the mean gradient over all ranks' rows in this step."""
         start, problem = turn * self.batch_size, self.problem
         rows = order[start : start + self.batch_size]
         together = sum(min(max(n - start, 0), self.batch_size) for n in self.rows)
@@ -548,7 +548,7 @@ class Scd(Solver):
         received = await self.comm.alltoallv(payloads, capacities, self.DERIVATIVES, Raw("value"))
         total = torch.zeros_like(blocks[0])
         for payload in received:
-            total += payload.clone().view(torch.float64).view(2, widest)  # a copy is aligned
+            total += payload.clone().view(torch.float64).view(2, widest)  # aligned by ``clone``
         sums: Floats = total[:, : own.shape[1]].numpy()
         return sums
 

@@ -224,7 +224,7 @@ def _wrong(value: Any, kind: Kind, name: str) -> Iterator[str]:
 
 
 def _is(value: Any, kind: Kind) -> bool:
-    """Return whether a value matches a kind that has no fields or items."""
+    """Return whether a value matches ``kind``, which must have no fields or items."""
     if isinstance(kind, Number):
         return fits(value, int if kind.whole else float) and kind.least <= value <= kind.most
     if isinstance(kind, Values):

@@ -290,7 +290,7 @@ class Hook:
 
     @property
     def owner(self) -> Any:
-        """The object whose method this hook calls (``weakly``), or None."""
+        """The object whose method this hook calls, if ``weakly`` made the hook; otherwise None."""
         return self._owner()
 
     def __call__(self, *arguments: Any) -> None:

@@ -514,7 +514,7 @@ practice = section(__name__, "DDP's settings, compilation")
 @practice(
     "`static_graph=True`",
     attach="works. The exchange of the first step takes place after the backward pass.",
-    updates="works. No difference.",
+    updates="works. There is no difference from a graph that is not static.",
 )
 def test_static_graph(column):
     same_training(column, ddp={"static_graph": True, "bucket_cap_mb": 0.001})

@@ -96,8 +96,8 @@ class Averager(Stateful):
         averager.finish()                        # all replicas are equal
 
     Every scheme takes the arguments below, and its own options by name.  WAGMA-SGD (section 2, Table I)
-    classifies schemes by five questions, Q1 to Q5.  One of them has the same answer for all schemes in
-    this library: they are decentralized.  ``averaged``, ``staleness``, ``global_period`` and
+    classifies schemes by five questions, Q1 to Q5.  One of them is whether a scheme is decentralized, as
+    all schemes in this library are.  ``averaged``, ``staleness``, ``global_period`` and
     ``effective_group_size`` answer the other four.
 
     Args:

@@ -186,7 +186,8 @@ def fork_server(*imports: str) -> ForkServerContext:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imports))
-    resource_tracker.ensure_running()  # start it before the signal is blocked: its start unblocks it
+    # first of all, because starting the tracker unblocks SIGINT
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

@@ -134,8 +134,8 @@ class Auto(Collective):
         self._plannable = list(candidates)
         self._parts = [algorithm.make_collective() for algorithm in candidates]
         self._state = AutoState(factors=(None,) * len(self.candidates))
-        # The seconds of the steps since the last check or plan are not part of the state, because they
-        # differ between ranks.
+        # The durations of the steps since the last check or plan differ between ranks.  They are not part
+        # of the state, which is equal on all ranks.
         self._seconds: list[float] = []
         self._sizes: tuple[int, int, int] | None = None  # n, k and P of the last step
         self._explained: tuple[tuple[int, int, int], Plan] | None = None

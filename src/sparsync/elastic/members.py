@@ -309,8 +309,9 @@ class Members:
         arrived = still and self.behind and self._ready
         if arrived:
             self.behind = self._ready = False
-        # Set ``left`` before ``_hand_over`` sets ``_spent``: a rank leaves one step after its residual
-        # was dealt, because only the votes of that step show that all have applied the dealing step.
+        # Set ``left`` before ``_hand_over`` sets ``_spent``, so that a rank leaves one step after the
+        # step in which its residual was dealt.  Only the votes of the later step show that all ranks have
+        # applied the earlier one.
         self.left = self._spent
         part = self._applied() if applied else _Part([], [], False, 1.0)
         self._last = _Last(step, self._prepared, {**self._parts, self._prepared: part})
@@ -401,7 +402,7 @@ class Members:
 
     def _those_at_the_end(self) -> Communicator | None:
         """Return the group of all ranks that reach the end; None if this rank does not."""
-        # ranks that leave with this step do not reach the end, so no rank may wait for them
+        # ranks that leave after this step do not reach the end, so the other ranks must not wait for them
         leaves = self._present[:, 1].tolist()
         if leaves[self.reducer.comm.rank] == 2:
             return None

@@ -396,7 +396,8 @@ def rescale_(reducer: Reducer, scale: float) -> None:
         residual.scale_(factor)
     if reducer.corrector:
         reducer.corrector.rescale_(factor, scale)
-    if reducer.residuals:  # units that share k have the same dtype
+    if reducer.residuals:
+        # any residual will do, because units that divide k among themselves have the same dtype
         dtype = reducer.residuals[0].accumulated.dtype
         reducer.plan.take(_moved(reducer.plan.shares, factor, dtype))
     reducer.set_scale(scale)

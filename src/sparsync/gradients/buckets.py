@@ -63,11 +63,11 @@ class Places:
 
 @final
 class Bucket:
-    """A bucket of the open step, whose memory the residual uses until the averages are written.
+    """A bucket of the open step; the residual uses its memory until the averages are written.
 
     Attributes:
         future: the future for which DDP waits.
-        buffer: DDP's tensor, which is in COO for the gradient of an embedding with sparse=True.
+        buffer: DDP's tensor; a COO tensor if it is the gradient of an embedding with ``sparse=True``.
         dense: ``buffer`` as a dense tensor.
     """
 

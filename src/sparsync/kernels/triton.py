@@ -85,7 +85,7 @@ def _blocks_of(n: int) -> int:
 def _launch(
     kernel: Any, programs: int, first: Tensor, *arguments: object, **constants: int
 ) -> None:
-    """Run a kernel on the device of its first argument, after earlier launches there."""
+    """Launch a kernel on the device of its first argument; it runs after earlier launches there."""
     # disable fused multiply-adds, because the specification rounds products and sums separately
     with torch.cuda.device(first.device if first.is_cuda else -1):
         kernel[programs,](first, *arguments, **constants, enable_fp_fusion=False)
@@ -464,7 +464,7 @@ def _count_ones(packed_ptr, counts_ptr, first, end, BLOCK: tl.constexpr):
 
 @jit
 def _decode_indices(packed_ptr, ends_ptr, indices_ptr, first, end, n, low, BLOCK: tl.constexpr):
-    """Write the index for each set bit of the unary part, at most ``n`` indices."""
+    """Write the index that each set bit of the unary part stands for, up to ``n`` indices."""
     at = _positions(BLOCK)
     ones = _ones(packed_ptr, first, end, at)
     start = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(ones, axis=0)

@@ -1,4 +1,4 @@
-"""Changing groups over gloo: every change creates a new gloo group outside of ``torch.distributed``."""
+"""Communicate over gloo in groups that change; each change makes a new gloo group outside torch's."""
 
 from __future__ import annotations
 

@@ -45,11 +45,13 @@ _RUN: Final = 1 << 18  # elements processed at a time: a few such runs fit into 
 _SMALL: Final = 1 << 13
 _JOINED: Final = 64  # number of small tensors that are joined at a time
 _PAIRS: Final = 25  # pairs of measurements that ``agreement`` needs before it reports a number
-_FORGETS: Final = 0.98  # factor on older pairs for each new pair
-_STEPS_KEPT: Final = 0.98  # factor on older measurements of steps for each local step
-# Ranks count as pulling apart only if the lasting part of their differences exceeds ``_SURE`` times all
-# differences, and also ``_ERRORS`` times its own standard error.  The second test is needed because with
-# heavy-tailed gradients or few parameters, a few pairs of measurements dominate the estimate.
+_FORGETS: Final = 0.98  # each new pair multiplies the weight of older pairs by this
+_STEPS_KEPT: Final = 0.98  # each local step multiplies the weight of older measurements by this
+# Differences between ranks' gradients last, if the ranks' data pull the weights apart, or cancel over
+# time, if they are noise.  Ranks count as pulling apart only if the lasting part exceeds ``_SURE`` times
+# all differences, and also ``_ERRORS`` times its own standard error.  The second condition is needed
+# because with heavy-tailed gradients or few parameters, a few pairs of measurements dominate the
+# estimate.
 _SURE, _ERRORS = 0.1, 4.0
 # The least difference that counts, relative to a parameter's squares.  Sums are float32, and the roundoff
 # of about 50 remembered pairs adds up, so ranks with the same data would otherwise seem to differ.

@@ -4,7 +4,7 @@
 
     Artifact.run(Settings) --> Outcome(rows, comparisons, settings, differs, panels)
                                   |
-        report: console, CSV, JSON, PNG, and one page for all
+        report: console, CSV, JSON, PNG, and one page of all artifacts
 
 To add an artifact, decorate a function with ``artifact`` and list its module in ``catalogue``.
 """

@@ -145,7 +145,7 @@ class Effective:
         return self.computation[_MODELS.index(model)]
 
     def select(self, scheme: Scheme, model: Model) -> float:
-        """Return the selection's seconds per element, averaged over tau' steps."""
+        """Return how many seconds a selection takes per element, averaged over tau' steps."""
         return {
             "nothing": 0.0,
             "threshold": self.threshold,

@@ -152,7 +152,7 @@ class LinesWorkload(Workload):
         return self.parts[0].padded(*self.parts[0].draw(draw.generator(), count))
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """Return held-out lines of all lengths, each as frequent as in the held-out files."""
+        """Return held-out lines of all lengths, with each length as frequent as in the held-out files."""
         last = len(self.parts[1].lengths) - 1
         chosen = torch.arange(1024) * last // 1023
         return self.parts[1].padded(chosen, self.context)

@@ -1,4 +1,4 @@
-"""Sentence pairs, one per line: the Transformer on WMT17, and LSTMs on ATIS and Hansards."""
+"""Workloads on sentence pairs: a Transformer on WMT17, and LSTMs on ATIS and Hansards."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class Workload(ABC):
 
     @property
     def objective(self) -> Objective:
-        """The loss and the figures to evaluate; by default, the cross entropy."""
+        """The loss and the metrics to evaluate; cross-entropy by default."""
         return CrossEntropy()
 
     @abstractmethod

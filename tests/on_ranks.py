@@ -3,8 +3,7 @@
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sparsync.cli.launch import RankError, launch
-from sparsync.errors import ConfigurationError
+from tests.tables import refused as refused
 
 Start = tuple[int, bool]  # ranks, by mpiexec
 Call = tuple[str, dict[str, Any]]  # a test, and its parameters
@@ -114,13 +113,3 @@ def same_everywhere(tensor: torch.Tensor, group: Any = None) -> bool:
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, tensor.contiguous(), group=group)
     return all(torch.equal(theirs, tensor) for theirs in everyone)
-
-
-@contextmanager
-def refused(*words: str, error: type[Exception] = ConfigurationError) -> Iterator[None]:
-    """Assert that an error is raised whose message is one line and contains these words."""
-    with pytest.raises(error) as caught:
-        yield
-    said = str(caught.value)
-    assert all(word in said for word in words), said
-    assert "\n" not in said, said

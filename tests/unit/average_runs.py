@@ -5,13 +5,13 @@ import io
 import torch
 
 from sparsync import simulate
+from tests.draws import seeded
 
 SIZE, WORLD_SIZE = 40, 3
 
 
 def update(rank, step):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(SIZE, generator=generator, dtype=torch.float64)
+    return torch.randn(SIZE, generator=seeded(1000 * step + rank), dtype=torch.float64)
 
 
 def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at=None, watch=None):
@@ -40,6 +40,12 @@ def on_all_ranks(make, steps, *, update=update, world_size=WORLD_SIZE, reload_at
         return torch.stack(models)
 
     return torch.stack(simulate(program, world_size).results, dim=1)
+
+
+def check_resumption(make, steps, reload_at, **options):
+    """Check that a run from a saved state continues bit for bit."""
+    through = on_all_ranks(make, steps, **options)
+    assert torch.equal(on_all_ranks(make, steps, reload_at=reload_at, **options), through)
 
 
 def through_a_file(value):

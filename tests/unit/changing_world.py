@@ -33,6 +33,7 @@ from sparsync.transports.groups import SoloCommunicator
 from sparsync.units import plan_units
 
 GIVE_UP, DEATH, TIMEOUT = "give up", "death", "timeout"
+CHANCES = {"change": 0.004, "leaving": 0.03, "broken": 0.01, "absence": 0.004, "alone": 0.01}
 MOST = 30_000  # limit on events of a world; most take a few hundred
 
 
@@ -193,9 +194,8 @@ class Member:
     def __init__(self, world, number, weights):
         self.world, self.number, self.weights = world, number, weights
         self.ends = Ends(world, number)
-        self.reducer = Reducer(
-            self.ends, world.units, world.algorithm, world.density, changing=True
-        )
+        given = self.ends, world.units, world.algorithm, world.density
+        self.reducer = Reducer(*given, changing=True)
         self.members = Members(self.reducer, start=int(weights.sum()) + 1)
         self.met = self.left = False
         self.other = torch.tensor([number])  # what is not exchanged
@@ -231,9 +231,8 @@ class Member:
     def knows(self):
         """Whether others can copy the weights from it."""
         members = self.members
-        return self.whole and not (
-            members.behind or members.leaving or self.left or self.is_outside
-        )
+        kept_from = members.behind or members.leaving or self.left or self.is_outside
+        return self.whole and not kept_from
 
     async def live(self):
         while self.reducer.step < self.world.steps and not self.left:
@@ -242,9 +241,8 @@ class Member:
             try:
                 if await self.members.end(whole=self.has_last_weights()):
                     last = self.world.weights.get(self.world.steps)
-                    assert self.members._spent or np.array_equal(self.weights, last), (
-                        "replicas differ at the end"
-                    )
+                    equal = self.members._spent or np.array_equal(self.weights, last)
+                    assert equal, "replicas differ at the end"
                     await self.members.equalise({"other": self.other})
                     self.members.caught_up()
                     if self.members._those_at_the_end() is not None:
@@ -414,26 +412,14 @@ class World:
         broken: probability of NaN in a gradient.
     """
 
-    def __init__(
-        self,
-        seed,
-        algorithm,
-        ranks=4,
-        size=48,
-        steps=8,
-        change=0.004,
-        leaving=0.03,
-        broken=0.01,
-        absence=0.004,
-        alone=0.01,
-        density=0.1,
-    ):
+    def __init__(self, seed, algorithm, ranks=4, size=48, steps=8, density=0.1, **chances):
+        chances = {**CHANCES, **chances}
+        assert chances.keys() == CHANCES.keys(), chances
+        vars(self).update(chances)
         self.ranks = ranks
         self.rng, self.size, self.steps, self.density = random.Random(seed), size, steps, density
         self.algorithm = prepared(algorithm)
         self.units = plan_units([("w", torch.zeros(size))])
-        self.change, self.leaving, self.broken = change, leaving, broken
-        self.absence, self.alone = absence, alone
         self.generator, self.gradients = torch.Generator().manual_seed(seed), []
         self.links = defaultdict(deque)  # (source, destination) -> messages in flight
         self.busy = []  # links with messages that may arrive
@@ -448,8 +434,7 @@ class World:
         self.over = False  # whether a member has reached the end
         self.others = set()  # what members hold at the end that is not exchanged
         self.asked, self.groups = {}, [()]  # members that ask for a quorum; the groups by number
-        # by step, of all members that are not behind
-        self.weights = {0: np.zeros(size, np.float32)}
+        self.weights = {0: np.zeros(size, np.float32)}  # by step, of all members not behind
         # by step and attempt: accounts, committed members, and the resulting weights; by step: the
         # valid attempt
         self.accounts, self.committers = {}, defaultdict(list)
@@ -491,11 +476,8 @@ class World:
             elif chance >= 2 * change and (present := [n for n in spared if n not in self.away]):
                 self.lose(self.one_of(present))
                 self.changes += 1
-        ready = [
-            number
-            for number, task in self.tasks.items()
-            if (task.ended or task.waits_for.done) and not self.away.get(number)
-        ]
+        here = ((number, task) for number, task in self.tasks.items() if not self.away.get(number))
+        ready = [number for number, task in here if task.ended or task.waits_for.done]
         if self.away and (not (ready or self.busy) or self.rng.random() < self.back):
             self.find(self.one_of(list(self.away)))
         elif self.busy and (not ready or self.rng.random() < 0.5):
@@ -573,9 +555,7 @@ class World:
     def post(self, source, dest, message):
         if dest not in self.members or dest == source:
             return
-        if self.severed and message[0] <= max(
-            self.severed.get(source, 0), self.severed.get(dest, 0)
-        ):
+        if self.severed and message[0] <= max(self.severed.get(end, 0) for end in (source, dest)):
             return
         link = self.links[source, dest]
         link.append(message)
@@ -605,12 +585,8 @@ class World:
 
     def may_lose(self, member):
         """Make a member that has committed absent, with some probability."""
-        if (
-            self.rng.random() < self.alone
-            and member.number not in self.away
-            and self.can_spare(member)
-            and not member.left
-        ):
+        drawn = self.rng.random() < self.alone and member.number not in self.away
+        if drawn and self.can_spare(member) and not member.left:
             self.lose(member.number)
             self.changes += 1
 
@@ -628,9 +604,8 @@ class World:
 
     def grant(self):
         """Grant a quorum once all present members have asked; make a new one if anything has changed."""
-        if self.over and all(
-            one.is_outside or not one.members.attempt for one in self.members.values()
-        ):
+        members = self.members.values()
+        if self.over and all(one.is_outside or not one.members.attempt for one in members):
             for number in list(self.members):  # no member with weights is left
                 self.kill(number)
         if len(self.asked) < len(self.members) - len(self.away):
@@ -657,14 +632,10 @@ class World:
         gained = np.zeros(self.size, np.float32)
         for _, where, values in members._dealt:
             gained[where] += values.numpy()
-        account = Account(
-            accumulated,
-            reduced.total.to_dense().numpy().copy(),
-            rest_of(member.reducer.residuals[0], reduced.delivered).numpy(),
-            gained,
-            members.deals,
-            0.0 if reduced.lost is None else reduced.lost.to_dense().numpy().copy(),
-        )
+        total = reduced.total.to_dense().numpy().copy()
+        rest = rest_of(member.reducer.residuals[0], reduced.delivered).numpy()
+        lost = 0.0 if reduced.lost is None else reduced.lost.to_dense().numpy().copy()
+        account = Account(accumulated, total, rest, gained, members.deals, lost)
         key = member.reducer.step, members.attempt
         self.accounts.setdefault(key, {})[member.number] = account
 
@@ -674,8 +645,7 @@ class World:
         if step not in self.attempts or member.members.attempt == len(self.groups) - 1:
             self.hold(step, attempt)
         by = self.committers[step, attempt]
-        # otherwise it is late, and others have repeated the step
-        holds = self.attempts[step] == attempt
+        holds = self.attempts[step] == attempt  # otherwise, others have repeated the step
         if holds:
             self.standing = self.groups[attempt]
         accounts = self.accounts[step, attempt]

@@ -28,16 +28,8 @@ FAR = torch.device("cuda", 0)
 _CROSSING = ("copy_", "_to_copy")
 # The host reads the results of these operations: a number (``item``, ``bool``), or the number of
 # elements.
-_READS = (
-    "_local_scalar_dense",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "nonzero",
-    "repeat_interleave",
-    "unique_consecutive",
-    "_unique2",
-)
+_READS = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero")
+_READS += ("repeat_interleave", "unique_consecutive", "_unique2")
 # operations that touch no memory
 _FREE = ("alias", "detach", "empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view")
 # modules whose kernels are launched, beginning with the module that defines the launch
@@ -87,14 +79,10 @@ class _Far(Tensor):
 
     @staticmethod
     def __new__(cls, near):
-        far = Tensor._make_wrapper_subclass(
-            cls,
-            near.shape,
-            strides=near.stride(),
-            storage_offset=near.storage_offset(),
-            dtype=near.dtype,
-            device="meta",  # for the device itself, torch would ask its driver
-        )
+        # for the device itself, torch would ask its driver
+        like = {"device": "meta", "dtype": near.dtype, "strides": near.stride()}
+        like["storage_offset"] = near.storage_offset()
+        far = Tensor._make_wrapper_subclass(cls, near.shape, **like)
         far.near = near
         memory.hold(far, near)
         return far

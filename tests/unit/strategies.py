@@ -7,12 +7,8 @@ from torch import Tensor
 from sparsync import SparseVector
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTEGER_OF = {
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
+INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
+INTEGER_OF |= {torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 float_dtypes = st.sampled_from(FLOATS)
 

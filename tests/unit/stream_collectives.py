@@ -8,14 +8,9 @@ from sparsync.published.sparcml.collectives import Dynamic, RecursiveDoubling, R
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate
 
-FACTORIES = {
-    "recursive doubling": RecursiveDoubling,
-    "split-allgather": split_allgather,
-    "dynamic": Dynamic,
-    "dynamic, always dense": partial(Dynamic, always_dense=True),
-    "ring": Ring,
-    "ring, dense": partial(Ring, dense=True),
-}
+FACTORIES = {"recursive doubling": RecursiveDoubling, "split-allgather": split_allgather}
+FACTORIES |= {"dynamic": Dynamic, "dynamic, always dense": partial(Dynamic, always_dense=True)}
+FACTORIES |= {"ring": Ring, "ring, dense": partial(Ring, dense=True)}
 
 
 def reduce_all(make, vectors, k=0, step=0):

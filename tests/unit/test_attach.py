@@ -26,43 +26,36 @@ from sparsync.gradients.replicas import ReplicaStep
 from sparsync.units import output_parameters
 from sparsync.wire import CODECS
 from tests.attaching import attach
+from tests.tables import cases, refuses
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"momentum": 1.0}, r"momentum is 1.0; give a factor in \[0, 1\)"),
-        ({"nesterov": True}, "nesterov=True needs a momentum > 0"),
-        ({"weight_decay": -1.0}, "weight_decay is -1.0"),
-        ({"clip": 0.0}, "clip is 0.0; give a norm > 0"),
-        ({"clip_norm": "next"}, "clip_norm is 'next'"),
-    ],
+@refuses(
+    ({"momentum": 1.0}, r"momentum is 1.0; give a factor in \[0, 1\)"),
+    ({"nesterov": True}, "nesterov=True needs a momentum > 0"),
+    ({"weight_decay": -1.0}, "weight_decay is -1.0"),
+    ({"clip": 0.0}, "clip is 0.0; give a norm > 0"),
+    ({"clip_norm": "next"}, "clip_norm is 'next'"),
 )
-def test_bad_corrections_are_refused(arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
-        Correction(**arguments)
+def test_bad_corrections_are_refused(arguments):
+    Correction(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sentinel": 100}, r"sentinel is 100; give a sparsync.Sentinel\(period=100\)"),
-        ({"compress": ["bias"]}, r"compress is \['bias'\]; give a function"),
-        ({}, "got Linear; wrap it first: torch.distributed.init_process_group"),
-    ],
+@refuses(
+    ({"sentinel": 100}, r"sentinel is 100; give a sparsync.Sentinel\(period=100\)"),
+    ({"compress": ["bias"]}, r"compress is \['bias'\]; give a function"),
+    ({}, "got Linear; wrap it first: torch.distributed.init_process_group"),
 )
-def test_wrong_kinds_of_arguments_are_refused(arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
-        attach(torch.nn.Linear(1, 1), **arguments)
+def test_wrong_kinds_of_arguments_are_refused(arguments):
+    attach(torch.nn.Linear(1, 1), **arguments)
 
 
-def test_bad_warmups_are_refused():
-    with pytest.raises(ConfigurationError, match="warmup_steps is -1"):
-        Warmup(-1)
-    with pytest.raises(ConfigurationError, match="fractions in"):
-        Warmup(5, (0.5, 2.0))
-    with pytest.raises(ConfigurationError, match="need warmup_steps > 0"):
-        Warmup(0, (0.5,))
+@refuses(
+    ((-1,), "warmup_steps is -1"),
+    ((5, (0.5, 2.0)), "fractions in"),
+    ((0, (0.5,)), "need warmup_steps > 0"),
+)
+def test_bad_warmups_are_refused(arguments):
+    Warmup(*arguments)
 
 
 @pytest.mark.parametrize("what", ["momentum", "weight_decay"])
@@ -73,14 +66,13 @@ def test_what_the_optimizer_would_do_again_is_refused(what):
         check_optimizer(optimizer, Correction(**{what: 0.5}))
 
 
-@pytest.mark.parametrize("algorithm", [None, "diloco"])
+@refuses(
+    (None, "density is 0.01, but algorithm= .* omit density="),
+    ("diloco", "density is 0.01, but algorithm= .* omit density="),
+)
 def test_a_density_that_updates_would_ignore_is_refused(algorithm):
     net = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(net.parameters())
-    with pytest.raises(
-        ConfigurationError, match=r"density is 0.01, but algorithm= .* omit density="
-    ):
-        sparsync.attach(net, optimizer, algorithm, density=0.01)
+    sparsync.attach(net, torch.optim.AdamW(net.parameters()), algorithm, density=0.01)
 
 
 def test_momentum_correction_does_not_go_with_adam():
@@ -97,33 +89,22 @@ def test_adam_on_sparse_gradients_is_warned_of():
     check_optimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1), Correction(), sparse=True)
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+NESTEROV = {"momentum": 0.5, "nesterov": True, "weight_decay": 0.01}
+CLIPPED = {"correction": Correction(clip=1.0)}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "sgd", "given", "said"),
-    [
-        ("redsync", {"momentum": 0.9}, {}, r"momentum 0.9 .*Correction\(0.9\)"),
-        (
-            "redsync-quantized",
-            {"momentum": 0.5, "nesterov": True, "weight_decay": 0.01},
-            {"correction": Correction(clip=1.0)},
-            r"redsync-quantized .*Correction\(0.5, nesterov=True, weight_decay=0.01\)",
-        ),
-        ("redsync", {}, {"correction": Correction(0.9)}, None),
-        ("redsync", {}, {}, None),
-        ("redsync", {"momentum": 0.9}, {"density": 0.1}, r"momentum 0.9 .*Correction\(0.9\)"),
-        ("redsync", {"momentum": 0.9}, {"density": 0.11}, None),  # entries hardly wait
-        ("redsync", {"momentum": 0.9}, {"density": None}, None),  # 36 % of 90,300
-        ("redsync", {"momentum": 0.9}, {"density": 1.0}, None),
-        ("oktopk", {"momentum": 0.9}, {}, None),
-    ],
+@cases(
+    ("redsync", {"momentum": 0.9}, {}, r"momentum 0.9 .*Correction\(0.9\)"),
+    ("redsync-quantized", NESTEROV, CLIPPED, r"\(0.5, nesterov=True, weight_decay=0.01\)"),
+    ("redsync", {}, {"correction": Correction(0.9)}, None),
+    ("redsync", {}, {}, None),
+    ("redsync", {"momentum": 0.9}, {"density": 0.1}, r"momentum 0.9 .*Correction\(0.9\)"),
+    ("redsync", {"momentum": 0.9}, {"density": 0.11}, None),  # entries hardly wait
+    ("redsync", {"momentum": 0.9}, {"density": None}, None),  # 36 % of 90,300
+    ("redsync", {"momentum": 0.9}, {"density": 1.0}, None),
+    ("oktopk", {"momentum": 0.9}, {}, None),
 )
-def test_momentum_that_a_paper_corrects_is_warned_of_once(one_rank, algorithm, sgd, given, said):
+def test_momentum_that_a_paper_corrects_is_warned_of_once(algorithm, sgd, given, said, alone):
     ddp = DistributedDataParallel(torch.nn.Linear(300, 300))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **sgd)
     given = {"density": 0.01, "transport": "torch", **given}
@@ -135,23 +116,16 @@ def test_momentum_that_a_paper_corrects_is_warned_of_once(one_rank, algorithm, s
 
 
 def test_the_output_layer_is_the_last_one():
-    model = torch.nn.ModuleDict(
-        {"body": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 3, bias=False)}
-    )
-    assert output_parameters(model) == ["head.weight"]
+    parts = {"body": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 3, bias=False)}
+    assert output_parameters(torch.nn.ModuleDict(parts)) == ["head.weight"]
     assert output_parameters(torch.nn.ReLU()) == []
 
 
 def test_a_tied_output_layer_is_found_where_it_is_registered():
-    model = torch.nn.ModuleDict(
-        {
-            "embedding": torch.nn.Embedding(5, 2),
-            "norm": torch.nn.LayerNorm(2),
-            "head": torch.nn.Linear(2, 5, bias=False),
-        }
-    )
-    model["head"].weight = model["embedding"].weight
-    assert output_parameters(model) == ["embedding.weight"]
+    embedding, head = torch.nn.Embedding(5, 2), torch.nn.Linear(2, 5, bias=False)
+    parts = {"embedding": embedding, "norm": torch.nn.LayerNorm(2), "head": head}
+    head.weight = embedding.weight
+    assert output_parameters(torch.nn.ModuleDict(parts)) == ["embedding.weight"]
 
 
 @pytest.mark.parametrize("given", ["head.weight", ["head.weigth"], ["head"]])
@@ -162,7 +136,7 @@ def test_an_unknown_output_layer_is_refused(given):
     assert output_parameters(model) == output_parameters(model, ["head.weight"])
 
 
-def test_the_output_layer_of_updates_is_the_given_one(one_rank):
+def test_the_output_layer_of_updates_is_the_given_one(alone):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     how = {"algorithm": "redsync-quantized", "density": 0.1, "exchange": "updates"}
@@ -175,22 +149,12 @@ def test_the_output_layer_of_updates_is_the_given_one(one_rank):
         sparsync.attach(model, optimizer, **how, compression=unknown)
 
 
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "given", "shown"),
-    [
-        ("sparcml", {"bits": 2}, {"bits": 2}),
-        ("oktopk", {"codec": "packed", "cap": None}, {"cap": None, "codec": str(CODECS["packed"])}),
-        ("dense", {}, {}),
-    ],
+@cases(
+    ("sparcml", {"bits": 2}, {"bits": 2}),
+    ("oktopk", {"codec": "packed", "cap": None}, {"cap": None, "codec": str(CODECS["packed"])}),
+    ("dense", {}, {}),
 )
-def test_stats_have_the_options_that_were_given(alone, algorithm, given, shown):
+def test_stats_have_the_options_that_were_given(algorithm, given, shown, alone):
     net = DistributedDataParallel(torch.nn.Linear(9, 9))
     with attach(net, algorithm, density=0.5, transport="torch", **given) as sync:
         stats = sync.stats()

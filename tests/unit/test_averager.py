@@ -16,13 +16,9 @@ from torch import nn
 from sparsync.averaging import LocalSgd
 from sparsync.averaging.averager import mean
 from sparsync.averaging.schemes import SCHEMES
-from sparsync.errors import (
-    ConfigurationError,
-    NonFiniteGradientError,
-    PeerError,
-    SparsyncError,
-)
+from sparsync.errors import ConfigurationError, NonFiniteGradientError, PeerError, SparsyncError
 from sparsync.fields import sealed
+from tests.tables import cases, refused, refuses
 
 from .averager_models import Smoothed, add_, failure, linear, train_
 from .zmq_group import together
@@ -41,10 +37,9 @@ allreduce = SCHEMES["allreduce"]
 def test_parameters_are_averaged_in_place_whatever_their_dtypes_and_strides(wide, layout):
     def program(comm):
         generator = torch.Generator().manual_seed(0)
-        model = nn.ParameterList(
-            torch.randint(-9, 9, (2, 3, 2, 2), generator=generator).to(dtype)
-            for dtype in (torch.float16, torch.bfloat16, wide)
-        ).to(memory_format=layout)
+        drawn = torch.randint(-9, 9, (3, 2, 3, 2, 2), generator=generator)
+        parts = map(torch.Tensor.to, drawn, (torch.float16, torch.bfloat16, wide))
+        model = nn.ParameterList(parts).to(memory_format=layout)
         model.append(nn.Parameter(torch.tensor([1 + 2j])))
         model.append(model[0])  # tied: it travels once
         kept = [(p, p.data_ptr(), p.dtype, p.stride()) for p in model]
@@ -125,13 +120,10 @@ def test_buffers_follow_their_rule(rule):
     assert table == 1  # unsaved buffers are never touched
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        ("local", [[0.1, 1, 0, 0], [0.2, 1, 0.1, 1]]),
-        ("average", [[0.15, 1, 0, 0], [0.15, 1, 0.05, 1]]),
-        ("reset", [[0, 0, 0, 0], [0, 0, 0, 0]]),
-    ],
+@cases(
+    ("local", [[0.1, 1, 0, 0], [0.2, 1, 0.1, 1]]),
+    ("average", [[0.15, 1, 0, 0], [0.15, 1, 0.05, 1]]),
+    ("reset", [[0, 0, 0, 0], [0, 0, 0, 0]]),
 )
 def test_moments_stay_or_travel_or_are_reset(rule, expected):
     def program(comm):
@@ -143,11 +135,9 @@ def test_moments_stay_or_travel_or_are_reset(rule, expected):
             model.bias.sum().backward()  # rank 0 has no state for its bias: zero to others
         optimizer.step()
         averager.step()
-        return [
-            float(optimizer.state.get(p, {}).get(kind, torch.zeros(1)).flatten()[0])
-            for p in model.parameters()
-            for kind in ("exp_avg", "step")
-        ]
+        states = [optimizer.state.get(p, {}) for p in model.parameters()]
+        named = [state.get(k, torch.zeros(1)) for state in states for k in ("exp_avg", "step")]
+        return [float(value.flatten()[0]) for value in named]
 
     found = torch.tensor(together(program, 2))
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float32))
@@ -197,9 +187,8 @@ def test_moments_of_an_unknown_optimizer_that_come_later_are_refused():
         averager.step()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        assert "has created moments since averaging began" in failure(
-            ConfigurationError, averager.step
-        )
+        with refused("has created moments since averaging began"):
+            averager.step()
         again = allreduce(model, comm=comm, optimizer=optimizer, moments="average")
         optimizer.state[model.weight]["mean"] += comm.rank
         again.step()
@@ -215,11 +204,15 @@ def test_all_begin_from_the_same_vector_though_they_have_stepped():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         averager = Smoothed(model, comm=comm, optimizer=optimizer, moments="average")
         seen = averager.memory
-        averager.average = lambda comm, vector, step: mean(comm, vector)
+        averager.average = plain_mean
         train_(model, optimizer, comm.rank, 1, averager)
         assert torch.equal(seen["last"], torch.cat([start, torch.zeros(3)]))
 
     together(program, 2)
+
+
+async def plain_mean(comm, vector, step):
+    return await mean(comm, vector)
 
 
 def nested(seed=0):
@@ -244,7 +237,7 @@ def test_weights_that_are_loaded_before_the_first_step_are_the_start_of_all(load
             model[1].load_state_dict(other[1].state_dict())
         copied.load_state_dict(nested(seed=7).state_dict())  # a copy is another model
         add_(model, 1 + comm.rank)
-        averager.average = lambda comm, vector, step: mean(comm, vector)
+        averager.average = plain_mean
         averager.step()
         start = [*other.parameters(), other[1].running_mean, other[1].running_var]
         assert torch.equal(averager.memory["last"], nn.utils.parameters_to_vector(start))
@@ -262,7 +255,7 @@ def test_a_tied_weight_that_is_loaded_under_its_second_name_is_the_start():
         start = torch.arange(9.0).view(3, 3)
         model[1].load_state_dict({"weight": start})
         add_(model, 1 + comm.rank)
-        averager.average = lambda comm, vector, step: mean(comm, vector)
+        averager.average = plain_mean
         averager.step()
         assert torch.equal(averager.memory["last"], start.flatten())
         averager.close()
@@ -309,9 +302,9 @@ def unequal_after_a_load(comm):
     return averager
 
 
-def unequal_frozen(comm):
-    model = nn.ModuleList([linear(comm.rank).requires_grad_(False), linear()])
-    return allreduce(model, comm=comm)
+def of(model_of):
+    """Return a maker of averagers of these models, by rank."""
+    return lambda comm: allreduce(model_of(comm.rank), comm=comm)
 
 
 def unequal_moments(comm):
@@ -320,32 +313,23 @@ def unequal_moments(comm):
     return allreduce(model, comm=comm, optimizer=kind(model.parameters()), moments="average")
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (
-            lambda comm: allreduce(linear(comm.rank), comm=comm),
-            r"initial values of 'weight' .*seed all ranks alike",
-        ),
-        (unequal_after_a_load, r"initial values of 'weight' .*seed all ranks alike"),
-        (unequal_frozen, r"initial values of '0.weight'"),
-        (
-            lambda comm: allreduce(linear(bias=comm.rank == 0), comm=comm),
-            r"tensor 1 of the model: rank (0 has 'bias' \[1\] torch.float32|1 has nothing)",
-        ),
-        (
-            lambda comm: allreduce(linear().requires_grad_(comm.rank == 0), comm=comm),
-            r"tensor 0 of the model: rank \d has 'weight' \[1, 2\] torch.float32",
-        ),
-        (
-            unequal_moments,
-            r"tensor 2 of the model: rank \d has 'weight \((exp_avg|square_avg)\)'",
-        ),
-        (
-            lambda comm: LocalSgd(linear(), period=2 + comm.rank, comm=comm),
-            r"settings.*'period': \d",
-        ),
-    ],
+@cases(
+    (of(linear), r"initial values of 'weight' .*seed all ranks alike"),
+    (unequal_after_a_load, r"initial values of 'weight' .*seed all ranks alike"),
+    (
+        of(lambda rank: nn.ModuleList([linear(rank).requires_grad_(False), linear()])),
+        r"initial values of '0.weight'",
+    ),
+    (
+        of(lambda rank: linear(bias=rank == 0)),
+        r"tensor 1 of the model: rank (0 has 'bias' \[1\] torch.float32|1 has nothing)",
+    ),
+    (
+        of(lambda rank: linear().requires_grad_(rank == 0)),
+        r"tensor 0 of the model: rank \d has 'weight' \[1, 2\] torch.float32",
+    ),
+    (unequal_moments, r"tensor 2 of the model: rank \d has 'weight \((exp_avg|square_avg)\)'"),
+    (lambda comm: LocalSgd(linear(), period=2 + comm.rank, comm=comm), r"settings.*'period': \d"),
 )
 def test_what_differs_at_the_start_is_named_on_all_ranks(make, words):
     def program(comm):
@@ -365,22 +349,19 @@ def wrapped(name):
     return nn.Sequential(type("Mine", (type(name, (nn.Sequential,), {}),), {})(linear()))
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "words"),
-    [
-        (lambda: wrapped("DistributedDataParallel"), {}, "wrapped (DistributedDataParallel)"),
-        (lambda: wrapped("FSDPModule"), {}, "wrapped (FSDPModule)"),
-        (lambda: nn.LazyLinear(2), {}, "'weight' is a UninitializedParameter"),
-        (lambda: nn.Linear(2, 1, device="meta"), {}, "materialise"),
-        (linear, {"buffers": "mean"}, "buffers is 'mean'; choose average or local"),
-        (linear, {"moments": "keep"}, "choose local or average or reset"),
-        (linear, {"nonfinite": "skip"}, "choose raise or spread"),
-        (linear, {"moments": "average"}, "give optimizer=, which holds them"),
-    ],
-)
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_what_cannot_work_is_refused(make, options, words):
-    assert words in failure(ConfigurationError, allreduce, make(), **options)
+@refuses(
+    (lambda: wrapped("DistributedDataParallel"), {}, r"wrapped \(DistributedDataParallel\)"),
+    (lambda: wrapped("FSDPModule"), {}, r"wrapped \(FSDPModule\)"),
+    (lambda: nn.LazyLinear(2), {}, "'weight' is a UninitializedParameter"),
+    (lambda: nn.Linear(2, 1, device="meta"), {}, "materialise"),
+    (linear, {"buffers": "mean"}, "buffers is 'mean'; choose average or local"),
+    (linear, {"moments": "keep"}, "choose local or average or reset"),
+    (linear, {"nonfinite": "skip"}, "choose raise or spread"),
+    (linear, {"moments": "average"}, "give optimizer=, which holds them"),
+)
+def test_what_cannot_work_is_refused(make, options):
+    allreduce(make(), **options)
 
 
 def test_a_model_that_changes_is_refused_but_may_freeze():
@@ -413,9 +394,8 @@ def test_what_is_not_finite_stays_at_home_unless_it_may_spread(name, rule):
         if comm.rank == 1:
             own.fill_(torch.nan)
             if rule == "raise":
-                return f"rank 1: NaN or Inf in '{name}';" in failure(
-                    NonFiniteGradientError, averager.step
-                )
+                said = failure(NonFiniteGradientError, averager.step)
+                return f"rank 1: NaN or Inf in '{name}';" in said
         if rule == "raise":
             failure(PeerError, averager.step)  # the other one has gone
             return bool(own.isfinite())
@@ -529,9 +509,8 @@ def test_two_averagers_whose_agents_need_one_communicator_are_told():
         first, second = (SCHEMES["wagma"](linear(seed), comm=comm) for seed in (0, 1))
         first.step()
         second.step()
-        with pytest.raises(
-            SparsyncError, match="another one took over its communicator; give each"
-        ):
+        said = "another one took over its communicator; give each"
+        with pytest.raises(SparsyncError, match=said):
             first.step()
 
     together(program, 2)
@@ -613,30 +592,25 @@ def test_a_state_of_a_run_in_which_a_buffer_was_finite_or_not_is_refused_by_its_
     saved = averager(first).state_dict()
     averager(first).load_state_dict(saved)
     words = failure(ConfigurationError, averager(then).load_state_dict, saved)
-    assert (
-        "buffer 'lowest' held NaN, Inf or huge numbers when " in words
-        and "make the averager while the buffer" in words
-    )
+    assert "buffer 'lowest' held NaN, Inf or huge numbers when " in words
+    assert "make the averager while the buffer" in words
     assert ("the saved run made" in words) == (first == torch.inf)
 
 
-def test_states_of_others_are_refused():
+@refuses(
+    ({"rank": 1}, r"the saved state\['rank'\] is 1, expected 0; load a state that this rank's"),
+    ({"world_size": 4}, r"\['world_size'\] is 4"),
+    ({"scheme": "LocalSgd"}, r"\['scheme'\] is 'LocalSgd', expected 'Smoothed'"),
+    ({"steps": 0.5}, r"\['steps'\] is 0.5, expected a whole number"),
+    ({"surprise": 1}, r"the saved state has an unknown state\['surprise'\]"),
+)
+def test_states_of_others_are_refused(wrong):
     state = Smoothed(linear()).state_dict()
-    for wrong, words in [
-        ({"rank": 1}, "the saved state['rank'] is 1, expected 0; load a state that this rank's"),
-        ({"world_size": 4}, "['world_size'] is 4"),
-        ({"scheme": "LocalSgd"}, "['scheme'] is 'LocalSgd', expected 'Smoothed'"),
-        ({"steps": 0.5}, "['steps'] is 0.5, expected a whole number"),
-        ({"surprise": 1}, "the saved state has an unknown state['surprise']"),
-    ]:
-        changed = sealed("averager", {**state["content"], **wrong})
-        assert words in failure(ConfigurationError, Smoothed(linear()).load_state_dict, changed)
+    Smoothed(linear()).load_state_dict(sealed("averager", {**state["content"], **wrong}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "ranks"), [([], 1), pytest.param([*TORCHRUN, "2"], 2, marks=pytest.mark.gloo)]
-)
+@cases(([], 1), pytest.param([*TORCHRUN, "2"], 2, marks=pytest.mark.gloo))
 def test_the_example_learns_and_ends_with_equal_replicas(launcher, ranks):
     command = [sys.executable, *launcher, str(EXAMPLE), "--steps", "40"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -651,34 +625,20 @@ def test_the_example_learns_and_ends_with_equal_replicas(launcher, ranks):
 
 # on 4 ranks: S, tau, the averages in 8 steps, and the models per average (None if the order of
 # arrival matters)
-NUMBERS = {
-    "allreduce": (4, 1, 8, 4),
-    "local": (1, 8, 1, 4),
-    "wagma": (2, 10, 8, 2),
-    "dpsgd": (3, None, 8, 3),
-    "sgp": (2, None, 8, 2),
-    "adpsgd": (2, None, None, 2),
-    "eager-solo": (4, 1, 8, 4),
-    "eager-majority": (4, 1, 8, 4),
-    "bmuf": (1, 8, 1, 4),
-    "demo": (4, 1, 8, 4),
-    "streaming-diloco": (1, 100, 0, 0),
-}
+NUMBERS = dict.fromkeys(("allreduce", "eager-solo", "eager-majority", "demo"), (4, 1, 8, 4))
+NUMBERS |= {"local": (1, 8, 1, 4), "bmuf": (1, 8, 1, 4), "streaming-diloco": (1, 100, 0, 0)}
+NUMBERS |= {"wagma": (2, 10, 8, 2), "dpsgd": (3, None, 8, 3), "sgp": (2, None, 8, 2)}
+NUMBERS |= {"adpsgd": (2, None, None, 2)}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "asked", "size", "most", "sizes"),
-    [
-        (4, 3, 3, 4, "4 ranks\n"),
-        (5, 3, 3, 3, "2 or 3 ranks, which end at different times and so use stale models\n"),
-        (5, None, 2, 3, "2 or 3 ranks, which end"),  # the default
-        (3, 3, 3, 3, None),
-        (4, None, 2, 2, None),
-    ],
+@cases(
+    (4, 3, 3, 4, "4 ranks\n"),
+    (5, 3, 3, 3, "2 or 3 ranks, which end at different times and so use stale models\n"),
+    (5, None, 2, 3, "2 or 3 ranks, which end"),  # the default
+    (3, 3, 3, 3, None),
+    (4, None, 2, 2, None),
 )
-def test_groups_of_a_size_that_does_not_divide_the_ranks_are_told(
-    ranks, asked, size, most, sizes, capsys
-):
+def test_groups_that_do_not_divide_the_ranks_are_told(ranks, asked, size, most, sizes, capsys):
     def program(comm):
         model = linear()
         with SCHEMES["wagma"](model, comm=comm, group_size=asked) as averager:

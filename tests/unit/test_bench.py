@@ -14,6 +14,7 @@ from sparsync.cli.bench.rows import Row
 from sparsync.cli.bench.verified_row import Case, Evidence, Verdict, compare, judge
 from sparsync.presets import PRESETS
 from sparsync.published.oktopk import oktopk
+from tests.tables import cases
 
 # ---- verification ---------------------------------------------------------------------------------
 
@@ -31,45 +32,39 @@ def dense(*values):
     return DenseVector(torch.tensor(values))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "k", "wrong", "law", "entries"),  # (accumulated, residual, delivered, total) of each
-    [
-        (  # nothing to report
-            [
-                ([1.0, 5.0, 0.0], [0.0, 5.0, 0.0], sparse(*ONE), sparse(3.0, 0.0, 4.0)),
-                ([2.0, 0.0, 4.0], ZERO, sparse(2.0, 0.0, 4.0), sparse(3.0, 0.0, 4.0)),
-            ],
-            *(2, 0, (0, 0), 1.0),
-        ),
-        (  # totals that differ between ranks
-            [
-                (ONE, ZERO, sparse(*ONE), sparse(*ONE)),
-                (ZERO, ZERO, sparse(*ZERO), sparse(1.0, 2.0, 3.0)),
-            ],
-            *(1, 2, (0, 0), 1.0),
-        ),
-        # a total that is not the sum of the delivered entries
-        ([(ONE, ZERO, sparse(*ONE), sparse(1 + EPS, 0.0, 0.0))], 1, 0, (0, 1), 1.0),
-        ([(ONE, ZERO, sparse(*ONE), sparse(1 + 2 * EPS, 0.0, 0.0))], 1, 1, (1, 2), 1.0),
-        ([(ONE, ZERO, dense(*ONE), dense(1 + EPS, 0.0, 0.0))], 2, 0, (0, 1), 1.0),
-        ([(ONE, ZERO, dense(*ONE), dense(1 + 2 * EPS, 0.0, 0.0))], 2, 1, (1, 2), 1.0),
-        ([(ONE, ZERO, dense(*ONE), dense(float("nan"), 0.0, 0.0))], 2, 1, (1e300, 1e309), 1.0),
-        # mass that is lost, that appears where nothing was accumulated, or that is not a number
-        ([([1.0, 5.0, 0.0], ZERO, sparse(*ONE), sparse(*ONE))], 1, 0, (1e6, 1e300), 1.0),
-        ([(ONE, [0.0, 0.0, 1e-40], sparse(*ONE), sparse(*ONE))], 1, 0, (1, 1e300), 1.0),
-        ([(ONE, [0.0, float("nan"), 0.0], sparse(*ONE), sparse(*ONE))], 1, 0, (1e300, 1e309), 1.0),
-        # entries that are missing
-        ([([1.0, 5.0, 2.0], [0.0, 5.0, 2.0], sparse(*ONE), sparse(*ONE))], 2, 0, (0, 0), 0.5),
-    ],
+@cases(
+    (  # nothing to report
+        [
+            ([1.0, 5.0, 0.0], [0.0, 5.0, 0.0], sparse(*ONE), sparse(3.0, 0.0, 4.0)),
+            ([2.0, 0.0, 4.0], ZERO, sparse(2.0, 0.0, 4.0), sparse(3.0, 0.0, 4.0)),
+        ],
+        *(2, 0, (0, 0), 1.0),
+    ),
+    (  # totals that differ between ranks
+        [
+            (ONE, ZERO, sparse(*ONE), sparse(*ONE)),
+            (ZERO, ZERO, sparse(*ZERO), sparse(1.0, 2.0, 3.0)),
+        ],
+        *(1, 2, (0, 0), 1.0),
+    ),
+    # a total that is not the sum of the delivered entries
+    ([(ONE, ZERO, sparse(*ONE), sparse(1 + EPS, 0.0, 0.0))], 1, 0, (0, 1), 1.0),
+    ([(ONE, ZERO, sparse(*ONE), sparse(1 + 2 * EPS, 0.0, 0.0))], 1, 1, (1, 2), 1.0),
+    ([(ONE, ZERO, dense(*ONE), dense(1 + EPS, 0.0, 0.0))], 2, 0, (0, 1), 1.0),
+    ([(ONE, ZERO, dense(*ONE), dense(1 + 2 * EPS, 0.0, 0.0))], 2, 1, (1, 2), 1.0),
+    ([(ONE, ZERO, dense(*ONE), dense(float("nan"), 0.0, 0.0))], 2, 1, (1e300, 1e309), 1.0),
+    # mass that is lost, that appears where nothing was accumulated, or that is not a number
+    ([([1.0, 5.0, 0.0], ZERO, sparse(*ONE), sparse(*ONE))], 1, 0, (1e6, 1e300), 1.0),
+    ([(ONE, [0.0, 0.0, 1e-40], sparse(*ONE), sparse(*ONE))], 1, 0, (1, 1e300), 1.0),
+    ([(ONE, [0.0, float("nan"), 0.0], sparse(*ONE), sparse(*ONE))], 1, 0, (1e300, 1e309), 1.0),
+    # entries that are missing
+    ([([1.0, 5.0, 2.0], [0.0, 5.0, 2.0], sparse(*ONE), sparse(*ONE))], 2, 0, (0, 0), 0.5),
 )
 def test_every_step_is_judged(ranks, k, wrong, law, entries):
-    evidence = [
-        Evidence(
-            *map(torch.tensor, (accumulated, residual)),
-            *(sparse(*accumulated), delivered, total, sparse(*ZERO)),
-        )
-        for accumulated, residual, delivered, total in ranks
-    ]
+    evidence = []
+    for accumulated, residual, *vectors in ranks:
+        kept = map(torch.tensor, (accumulated, residual))
+        evidence.append(Evidence(*kept, sparse(*accumulated), *vectors, sparse(*ZERO)))
     verdict = judge(k, evidence)
     assert (verdict.wrong, verdict.entries) == (wrong, entries)
     assert law[0] <= verdict.law_error <= law[1]
@@ -85,12 +80,9 @@ def test_totals_alone_tell_differences_and_missing_entries():
 # ---- simulated steps: what is verified ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("verify", "in_full", "total"), [("every", 5, 5), ("ends", 2, 6), ("digest", 0, 5)]
-)
+@cases(("every", 5, 5), ("ends", 2, 6), ("digest", 0, 5))
 def test_a_row_says_how_many_steps_were_verified_in_full(verify, in_full, total):
-    settings = BenchSettings(("oktopk",), 3, (3000,), steps=4, warmup=1, verify=verify)
-    (row,) = bench(settings)
+    (row,) = bench(BenchSettings(("oktopk",), 3, (3000,), steps=4, warmup=1, verify=verify))
     assert (row.steps_verified, row.steps_total) == (in_full, total)
     assert (row.law_error_max is None) == (in_full == 0)
     assert row.correct and row.entries_min == 1.0
@@ -168,24 +160,11 @@ def test_every_preset_is_correct_on_every_input(kind):
 
 def test_a_bench_that_finds_errors_ends_with_1(command, monkeypatch):
     wrong = [Outcome(1.0, 1.0, 8, 8, Verdict(1, 0.0, 1.0))]
-    monkeypatch.setattr(
-        "sparsync.cli.bench.command.measure_simulated",
-        lambda *_: Measured("sim", wrong, wrong, wrong, 0),
-    )
+    measured = Measured("sim", wrong, wrong, wrong, 0)
+    monkeypatch.setattr("sparsync.cli.bench.command.measure_simulated", lambda *_: measured)
     code, out, _ = command("bench", "--collectives", "oktopk", "--steps", "1", "--warmup", "0")
     assert code == 1
     assert "!1" in out
-
-
-def test_sim_inside_a_launcher_is_refused(command, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = command("bench", "--steps", "1")
-    assert code == 2
-    assert "sim needs no launcher" in err
-    code, _, err = command("bench", "--steps", "1", "--lab", "1gbit")
-    assert code == 2
-    assert "--lab starts its own ranks" in err
 
 
 # ---- simulated ranks ------------------------------------------------------------------------------

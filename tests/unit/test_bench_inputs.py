@@ -6,6 +6,7 @@ import torch
 from sparsync import ConfigurationError
 from sparsync.cli.bench.inputs import INPUTS, Draw, gradient
 from sparsync.cli.network_choice import parse_network
+from tests.tables import cases
 
 # ---- inputs ---------------------------------------------------------------------------------------
 
@@ -13,9 +14,8 @@ from sparsync.cli.network_choice import parse_network
 @pytest.mark.parametrize("kind", INPUTS)
 def test_a_gradient_depends_on_seed_step_and_rank_alone(kind):
     def draw(**changes):
-        return gradient(
-            kind, Draw(**{"size": 640, "world_size": 4, "rank": 1, "step": 2, "seed": 3} | changes)
-        )
+        drawn = {"size": 640, "world_size": 4, "rank": 1, "step": 2, "seed": 3} | changes
+        return gradient(kind, Draw(**drawn))
 
     assert draw().dtype == torch.float32 and draw().shape == (640,)
     assert torch.equal(draw(), draw())
@@ -31,14 +31,11 @@ def test_every_size_and_world_size_is_legal(kind, size, world_size):
         assert values.shape == (size,) and bool(values.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    ("kind", "regions"),
-    [
-        ("one-region", [0, 0, 0, 0]),
-        ("disjoint", [1, 2, 3, 0]),
-        ("dominated", [1, 2, 3, 0]),
-        ("matching", [0, 1, 2, 3]),
-    ],
+@cases(
+    ("one-region", [0, 0, 0, 0]),
+    ("disjoint", [1, 2, 3, 0]),
+    ("dominated", [1, 2, 3, 0]),
+    ("matching", [0, 1, 2, 3]),
 )
 def test_supports_lie_where_they_should(kind, regions):
     for rank, region in enumerate(regions):
@@ -54,41 +51,35 @@ def test_one_rank_dominates():
 # ---- networks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "alpha", "beta"),
-    [
-        ("1gbit,50us", 50e-6, 8e-9),
-        ("100mbit, 1ms", 1e-3, 80e-9),
-        ("0us,2.5Gbit/s", 0.0, 3.2e-9),
-        ("64kbit,1s", 1.0, 125e-6),
-        ("1e9bit,100ns", 100e-9, 8e-9),
-        ("alpha=1.5us,beta=0.4ns/word", 1.5e-6, 0.1e-9),
-        ("beta = 2ns/byte, alpha=0s", 0.0, 2e-9),
-        ("alpha=1ms,1gbit", 1e-3, 8e-9),
-    ],
+@cases(
+    ("1gbit,50us", 50e-6, 8e-9),
+    ("100mbit, 1ms", 1e-3, 80e-9),
+    ("0us,2.5Gbit/s", 0.0, 3.2e-9),
+    ("64kbit,1s", 1.0, 125e-6),
+    ("1e9bit,100ns", 100e-9, 8e-9),
+    ("alpha=1.5us,beta=0.4ns/word", 1.5e-6, 0.1e-9),
+    ("beta = 2ns/byte, alpha=0s", 0.0, 2e-9),
+    ("alpha=1ms,1gbit", 1e-3, 8e-9),
 )
 def test_networks_are_read(text, alpha, beta):
     links = parse_network(text)
     assert (links.alpha, links.beta) == (pytest.approx(alpha), pytest.approx(beta))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("1gbit", "no latency"),
-        ("50us", "no bandwidth"),
-        ("1gbit,1gbit", "cannot read '1gbit'"),
-        ("1gbyte,50us", "cannot read '1gbyte'"),
-        ("fast", "cannot read 'fast'"),
-        ("", "cannot read ''"),
-        ("-1gbit,50us", "cannot read '-1gbit'"),
-        ("0gbit,50us", "moves nothing"),
-        ("alpha=1us,beta=1ns", "cannot read 'beta=1ns'"),
-        ("alpha=1us,beta=1ns/bit", "cannot read 'beta=1ns/bit'"),
-        ("alpha=1us/word,beta=1ns/word", "cannot read 'alpha=1us/word'"),
-        ("beta=1gbit,1us", "cannot read 'beta=1gbit'"),
-        ("alpha=1us,2us", "cannot read '2us'"),
-    ],
+@cases(
+    ("1gbit", "no latency"),
+    ("50us", "no bandwidth"),
+    ("1gbit,1gbit", "cannot read '1gbit'"),
+    ("1gbyte,50us", "cannot read '1gbyte'"),
+    ("fast", "cannot read 'fast'"),
+    ("", "cannot read ''"),
+    ("-1gbit,50us", "cannot read '-1gbit'"),
+    ("0gbit,50us", "moves nothing"),
+    ("alpha=1us,beta=1ns", "cannot read 'beta=1ns'"),
+    ("alpha=1us,beta=1ns/bit", "cannot read 'beta=1ns/bit'"),
+    ("alpha=1us/word,beta=1ns/word", "cannot read 'alpha=1us/word'"),
+    ("beta=1gbit,1us", "cannot read 'beta=1gbit'"),
+    ("alpha=1us,2us", "cannot read '2us'"),
 )
 def test_bad_networks_are_refused(text, said):
     with pytest.raises(ConfigurationError, match=said) as caught:

@@ -5,19 +5,13 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from sparsync.cli.bench.measure import (
-    LEAST_STEPS,
-    MOST_STEPS,
-    ROW_SECONDS,
-    Measured,
-    Outcome,
-    Pace,
-)
+from sparsync.cli.bench.measure import LEAST_STEPS, MOST_STEPS, ROW_SECONDS, Measured, Outcome, Pace
 from sparsync.cli.bench.rows import bound_words_per_k, entry, ratios, summarize, tables
 from sparsync.cli.bench.verified_row import Case, Verdict
 from sparsync.presets import PRESETS
+
+from .consoles import shown
 
 FINE = Verdict(0, 0.5, 1.0)
 RATE = 200_000_000  # its burst has 25,000 bytes
@@ -44,9 +38,8 @@ def test_a_row_sums_up_its_steps():
         outcome(2.0, 1.5, 100, 100, Verdict(0, 0.3, 1.0)),
     ]
     warm = outcome(9.0, 9.0, 4000, 100)  # untimed, but its volume counts
-    row = summarize(
-        Case("oktopk", 4, 10_000, 0.01), Measured("sim", [warm, *timed], timed, timed, 1)
-    )
+    measured = Measured("sim", [warm, *timed], timed, timed, 1)
+    row = summarize(Case("oktopk", 4, 10_000, 0.01), measured)
     assert (row.steps, row.warmup, row.k) == (3, 1, 100)
     assert (row.seconds_25, row.seconds_median, row.seconds_75) == (1.5, 2.0, 2.5)
     assert (row.seconds_exchange_median, row.seconds_local_median) == (1.5, 0.5)
@@ -89,14 +82,11 @@ def test_what_passes_with_the_burst_has_no_wire_time():
 
 def test_the_tables_show_ratios_first_and_fit_a_terminal():
     rows = [row_of("dense", 1.0, 0.8, 1_000_000), row_of("oktopk-paper", 0.010, 0.004, 150_000)]
-    console = Console(width=80)
-    with console.capture() as captured:
-        console.print(tables(rows))
-    shown = captured.get()
-    assert "\u2026" not in shown
-    paper = next(line.split() for line in shown.splitlines() if "oktopk-paper" in line)
+    text = shown(tables(rows))
+    assert "\u2026" not in text
+    paper = next(line.split() for line in text.splitlines() if "oktopk-paper" in line)
     assert paper[:5] == ["oktopk-paper", "100", "200", "1.6", "6"]
-    assert "7 / 8" not in shown and "8 / 8" in shown
+    assert "7 / 8" not in text and "8 / 8" in text
     json.dumps([entry(row, rows) for row in rows], allow_nan=False)
 
 

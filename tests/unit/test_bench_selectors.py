@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from rich.console import Console
 
 from sparsync.cli.bench import selection_time
 from sparsync.cli.bench.selection_time import (
@@ -16,28 +15,15 @@ from sparsync.cli.bench.selection_time import (
     selector_tables,
 )
 
-ORDER = [
-    "torch.topk of |x|",
-    "exact, no sort of n",
-    "trimmed",
-    "binary search",
-    "binary search, 1 of 5",
-    "sampled",
-    "exact + x.add_, fused",
-    "x.add_(gradient)",
-    "one read, x.sum()",
-]
+from .consoles import shown
+
+ORDER = ["torch.topk of |x|", "exact, no sort of n", "trimmed", "binary search"]
+ORDER += ["binary search, 1 of 5", "sampled", "exact + x.add_, fused", "x.add_(gradient)"]
+ORDER += ["one read, x.sum()"]
 
 
 def measure(sizes=(4 << 10,), **options):
     return selection_time.bench_selectors(SelectorSettings(sizes, 0.01, seconds=0, **options))
-
-
-def shown(rows):
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(selector_tables(rows))
-    return capture.get()
 
 
 @pytest.mark.parametrize("kind", SELECTOR_INPUTS)
@@ -69,9 +55,8 @@ def test_every_selector_is_measured_at_every_size_smallest_first(kind):
 def test_preparation_is_not_timed():
     times = iter([5.0, 6.0, 20.0, 24.0])
     calls = []
-    measured = selection_time._Line(
-        "", lambda: calls.append("p"), lambda: calls.append("r"), period=2
-    )
+    noted = (lambda letter=letter: calls.append(letter) for letter in "pr")
+    measured = selection_time._Line("", *noted, period=2)
     measured.sample(lambda: (calls.append("t"), next(times))[1])
     assert calls == list("ptrtptrt")
     assert measured.samples == [(1.0 + 4.0) / 2]
@@ -86,7 +71,7 @@ def test_the_table_has_ratios_first_and_says_what_is_wrong():
     rows = measure()
     rows[1] = dataclasses.replace(rows[1], correct=False)
     eight = [dataclasses.replace(r, nbytes=n) for n in parse_sizes(DEFAULT_SIZES) for r in rows]
-    text = shown(eight)
+    text = shown(selector_tables(eight))
     assert text.index("faster than torch.topk") < text.index("over k") < text.index("ms per call")
     wrong = [line.strip().split("  ")[0] for line in text.splitlines() if "WRONG" in line]
     assert set(wrong) == {"exact, no sort of n"}

@@ -61,12 +61,7 @@ def test_the_reproductions_are_counted_and_keep_the_rows_of_an_earlier_run(monke
 def test_every_script_answers_help_and_writes_nothing(tmp_path):
     files = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
     assert len(files) > 30
-    told = subprocess.run(
-        [sys.executable, "-B", "-c", ASK, *map(str, (BENCHMARKS, *files))],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, "-B", "-c", ASK, *map(str, (BENCHMARKS, *files))]
+    where = {"cwd": tmp_path, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    told = subprocess.run(command, capture_output=True, text=True, timeout=300, **where)
     assert told.returncode == 0 and not told.stdout, told.stdout + told.stderr[-2000:]

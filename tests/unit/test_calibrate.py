@@ -17,6 +17,7 @@ from sparsync.transports.agree import check_equal_parameters
 from sparsync.transports.driver import run
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.transports.sim import Fault, Links, Route, SimCommunicator, Topology, simulate
+from tests.tables import cases
 
 LINKS = Links(alpha=120e-6, beta=4e-9, gamma=1e-10)
 SMALL = Probe(largest=1 << 16, visits=3)
@@ -35,9 +36,8 @@ def test_it_finds_the_links_of_the_simulator(ranks):
     results = simulated(ranks).results
     found = results[0]
     assert all(other == found for other in results), "equal on all ranks"
-    assert found.machine.alpha == pytest.approx(LINKS.alpha, rel=1e-6)
-    assert found.machine.beta == pytest.approx(LINKS.beta, rel=1e-6)
-    assert found.machine.gamma == pytest.approx(LINKS.gamma, rel=1e-6)
+    for name in ("alpha", "beta", "gamma"):
+        assert getattr(found.machine, name) == pytest.approx(getattr(LINKS, name), rel=1e-6)
     assert found.machine.select == found.machine.encode == found.machine.decode == 0
     pairs = [(link.source, link.dest) for link in found.links]
     assert pairs == [(s, d) for s in range(ranks) for d in range(ranks) if s != d]
@@ -89,13 +89,10 @@ def test_clocks_that_differ_are_compared_and_do_no_harm(monkeypatch):
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    ("slow", "said"),
-    [
-        (lambda s, d: (s, d) == (3, 1), "the link from rank 3 to rank 1 is 2.0 x slower"),
-        (lambda s, d: s == 2, "sending from rank 2 is 2.0 x slower"),
-        (lambda s, d: d == 0, "receiving at rank 0 is 2.0 x slower"),
-    ],
+@cases(
+    (lambda s, d: (s, d) == (3, 1), "the link from rank 3 to rank 1 is 2.0 x slower"),
+    (lambda s, d: s == 2, "sending from rank 2 is 2.0 x slower"),
+    (lambda s, d: d == 0, "receiving at rank 0 is 2.0 x slower"),
 )
 def test_what_is_half_as_fast_is_named(slow, said):
     class Uneven(Topology):
@@ -139,22 +136,18 @@ def compare(named_of):
     simulate(program, 4)
 
 
-@pytest.mark.parametrize(
-    ("named_of", "said"),
-    [
-        (lambda r: [("a", torch.zeros(2)), ("b", torch.tensor([1.0 * (r == 3)]))], "parameter b"),
-        (lambda r: [("a", torch.zeros(2 - (r == 3)))], "parameter a"),
-        (lambda r: [("a", torch.zeros(2).to(torch.int32 if r == 3 else torch.float32))], "parameter a"),
-        (lambda r: [("a", torch.zeros(1))] * (1 if r == 3 else 0), "the names of the parameters"),
-    ],
+@cases(
+    (lambda r: [("a", torch.zeros(2)), ("b", torch.tensor([1.0 * (r == 3)]))], "parameter b"),
+    (lambda r: [("a", torch.zeros(2 - (r == 3)))], "parameter a"),
+    (lambda r: [("a", torch.zeros(2).to(torch.int32 if r == 3 else torch.float32))], "parameter a"),
+    (lambda r: [("a", torch.zeros(1))] * (1 if r == 3 else 0), "the names of the parameters"),
 )  # fmt: skip
 def test_the_first_difference_and_its_rank_are_named(named_of, said):
     with pytest.raises(PeerError) as caught:
         compare(named_of)
     assert str(caught.value).startswith(f"ranks disagree on {said}: rank ")
-    assert re.search(
-        r": rank \d has .*, rank 3 has |: rank 3 has .*, rank 0 has ", str(caught.value)
-    )
+    words = r": rank \d has .*, rank 3 has |: rank 3 has .*, rank 0 has "
+    assert re.search(words, str(caught.value))
 
 
 SIZES = [256 * 4**i for i in range(8)]
@@ -177,10 +170,7 @@ def test_one_size_that_is_off_moves_nothing():
     for off in SIZES[:-1]:
         for factor in (0.1, 10.0):
             times = {size: seconds(size) * (factor if size == off else 1) for size in SIZES}
-            assert fit_line(times) == (
-                pytest.approx(50e-6, rel=1e-6),
-                pytest.approx(8e-9, rel=1e-6),
-            )
+            assert fit_line(times) == pytest.approx((50e-6, 8e-9), rel=1e-6)
 
 
 def test_a_bucket_that_hides_the_wire_of_small_messages_leaves_the_bandwidth():
@@ -189,13 +179,10 @@ def test_a_bucket_that_hides_the_wire_of_small_messages_leaves_the_bandwidth():
     assert found <= 100e-6
 
 
-@pytest.mark.parametrize(
-    ("times", "alpha", "beta"),
-    [
-        ({100: 0.0, 200: 0.0}, 0.0, 0.0),
-        ({100: 3.0, 200: 1.0}, 1.0, 0.0),  # faster when larger: all latency
-        ({100: 1.0, 200: 9.0}, 0.0, 0.045),  # steeper than its origin: all bandwidth
-    ],
+@cases(
+    ({100: 0.0, 200: 0.0}, 0.0, 0.0),
+    ({100: 3.0, 200: 1.0}, 1.0, 0.0),  # faster when larger: all latency
+    ({100: 1.0, 200: 9.0}, 0.0, 0.045),  # steeper than its origin: all bandwidth
 )
 def test_neither_is_ever_negative(times, alpha, beta):
     assert fit_line(times) == (pytest.approx(alpha), pytest.approx(beta))
@@ -203,13 +190,11 @@ def test_neither_is_ever_negative(times, alpha, beta):
 
 def noisy(draw, count):
     """Return times that are often a little longer, and sometimes much longer, than the true one."""
-    return {
-        size: [
-            seconds(size) * (1 + draw.expovariate(20)) * (10 if draw.random() < 0.1 else 1)
-            for _ in range(count)
-        ]
-        for size in SIZES
-    }
+
+    def factor():
+        return (1 + draw.expovariate(20)) * (10 if draw.random() < 0.1 else 1)
+
+    return {size: [seconds(size) * factor() for _ in range(count)] for size in SIZES}
 
 
 def test_intervals_hold_the_truth_and_narrow():

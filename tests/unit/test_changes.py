@@ -6,13 +6,11 @@ import torch
 from sparsync.errors import DisagreementError, PeerError
 from sparsync.feedback import changes
 from sparsync.transports.groups import SoloCommunicator
+from tests.tables import cases
 
 
-@pytest.mark.parametrize(
-    ("error", "advice"),
-    [(DisagreementError("ranks differ"), ", or load them before attach"), (PeerError("gone"), "")],
-)
-def test_only_ranks_that_disagree_are_told_when_to_load(monkeypatch, error, advice):
+@cases((DisagreementError("ranks differ"), ", or load them before attach"), (PeerError("gone"), ""))
+def test_only_ranks_that_disagree_are_told_when_to_load(error, advice, monkeypatch):
     async def failing(*_):
         raise error
 

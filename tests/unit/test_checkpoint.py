@@ -24,6 +24,7 @@ from sparsync.feedback.reducer_state import reducer_state, restore_reducer
 from sparsync.fields import sealed
 from sparsync.transports.sim import simulate
 from tests.contracts.table import ALGORITHMS
+from tests.tables import cases, refused
 
 from .small_reducers import gradients, reducer_on
 from .small_sync import Sync, residual
@@ -86,14 +87,11 @@ def test_a_checkpoint_has_everything(tmp_path):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     folder = save(sync, tmp_path, model=model, optimizer=optimizer, epoch=7, best=0.25)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "shared.pt",
-        "sparsync-rank-0-of-1.pt",
-    ]
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == ["shared.pt", "sparsync-rank-0-of-1.pt"]
     other, fresh = Sync(), torch.nn.Linear(2, 1)
     moments = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
-    rest = load(other, tmp_path, model=fresh, optimizer=moments)
-    assert rest == {"epoch": 7, "best": 0.25}
+    assert load(other, tmp_path, model=fresh, optimizer=moments) == {"epoch": 7, "best": 0.25}
     assert torch.equal(fresh.weight, model.weight)
     assert moments.state_dict()["state"][0]["momentum_buffer"].tolist() == [[1.0, 1.0]]
     assert other.reducer.step == 3
@@ -116,9 +114,7 @@ def test_the_last_whole_checkpoint_counts_and_old_ones_go(tmp_path):
         load(other, tmp_path, step=1)
     assert save(sync, tmp_path, keep=None).name == "000005-step-00000004"
     for keep in (0, 10**39, 2.5, True):
-        with pytest.raises(
-            ConfigurationError, match=r"keep is .*; give a number of checkpoints from 1"
-        ):
+        with refused(f"keep is {str(keep)[:20]}; give a number of checkpoints from 1"):
             save(sync, tmp_path, keep=keep)
 
 
@@ -187,6 +183,14 @@ class Payload:
         return os.system, (self.command,)
 
 
+@contextlib.contextmanager
+def unchanged(sync):
+    """Check that a load that fails changes neither the residual nor the step."""
+    before, step = residual(sync).clone(), sync.reducer.step
+    yield
+    assert torch.equal(residual(sync), before) and sync.reducer.step == step
+
+
 def code(path, trace):
     path.write_bytes(pickle.dumps(Payload(f"touch {trace}"), protocol=2))
 
@@ -215,15 +219,10 @@ def a_list(path, trace):
 @pytest.mark.parametrize("name", ["sparsync-rank-0-of-1.pt", "shared.pt"])
 def test_a_damaged_or_hostile_file_is_refused_in_one_line(tmp_path, name, damage):
     folder, trace, sync = save(Sync(steps=2), tmp_path), tmp_path / "trace", Sync(steps=1)
-    before = residual(sync).clone()
     damage(folder / name, trace)
-    with pytest.raises(CheckpointError) as caught:
+    with unchanged(sync), refused(name, error=CheckpointError):
         load(sync, tmp_path)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
     assert not trace.exists(), "code of a file was run"
-    assert torch.equal(residual(sync), before)
-    assert sync.reducer.step == 1
 
 
 def test_damaged_bytes_raise_nothing_else(tmp_path):
@@ -249,26 +248,15 @@ def test_damaged_bytes_raise_nothing_else(tmp_path):
     assert refused > 200
 
 
-UNREADABLE = {
-    "numpy": (
-        {"best": np.float64(0.3)},
-        r"\['best'\] is a float64, which could not be loaded again",
-    ),
-    "inside": (
-        {"log": {"args": [1, argparse.Namespace()]}},
-        r"\['log'\]\['args'\]\[1\] is a Namespace",
-    ),
-    "code": ({"rate": lambda: 1}, r"\['rate'\] is a function"),
-}
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, name):
-    shared, words = UNREADABLE[name]
+@cases(
+    ({"best": np.float64(0.3)}, "['best'] is a float64, which could not be loaded again"),
+    ({"log": {"args": [1, argparse.Namespace()]}}, "['log']['args'][1] is a Namespace"),
+    ({"rate": lambda: 1}, "['rate'] is a function"),
+)
+def test_what_could_not_be_loaded_again_is_not_saved(shared, words, tmp_path):
     kept = save(Sync(steps=2), tmp_path, keep=1)
-    with pytest.raises(CheckpointError, match=words) as caught:
+    with refused(words, error=CheckpointError):
         save(Sync(steps=3), tmp_path, keep=1, **shared)
-    assert not set("\n\x1b") & set(str(caught.value))
     assert list(tmp_path.iterdir()) == [kept]
 
 
@@ -296,10 +284,8 @@ def test_a_damaged_checkpoint_is_not_none(tmp_path):
 def test_what_does_not_fit_changes_nothing(tmp_path):
     save(Sync(steps=2, momentum=0.5), tmp_path)
     sync = Sync(steps=1)
-    before = residual(sync).clone()
-    with pytest.raises(ConfigurationError, match=r"\['momentum'\] is 0\.5, expected 0\.0"):
+    with unchanged(sync), refused("['momentum'] is 0.5, expected 0.0"):
         load(sync, tmp_path)
-    assert torch.equal(residual(sync), before)
 
 
 def optimizer_of(model, groups=1):
@@ -311,16 +297,14 @@ def test_what_is_shared_and_does_not_fit_changes_nothing(tmp_path):
     model, sync = torch.nn.Linear(2, 1), Sync(steps=1)
     save(Sync(steps=2), tmp_path, model=model, optimizer=optimizer_of(model))
     fresh = torch.nn.Linear(2, 1)
-    weights, before = copy.deepcopy(fresh.state_dict()), residual(sync).clone()
+    weights = copy.deepcopy(fresh.state_dict())
     for wrong, words in [
         ({"optimizer": optimizer_of(fresh, groups=2)}, "'optimizer' does not fit: .*groups; give"),
         ({"optimizer": torch.nn.Linear(2, 1)}, "'optimizer' does not fit: .*: Missing key"),
         ({"scaler": fresh}, "has no 'scaler', only"),
     ]:
-        with pytest.raises(ConfigurationError, match=words):
+        with unchanged(sync), pytest.raises(ConfigurationError, match=words):
             load(sync, tmp_path, model=fresh, **wrong)
-        assert torch.equal(residual(sync), before)
-        assert sync.reducer.step == 1
         assert all(torch.equal(weights[name], w) for name, w in fresh.state_dict().items())
 
 
@@ -335,11 +319,9 @@ def test_an_error_of_the_last_part_takes_all_back(tmp_path):
 
     save(Sync(steps=2), tmp_path)
     sync = Late(steps=1)
-    before = residual(sync).clone()
-    with pytest.raises(CheckpointError, match=r"cannot load its state in .*ValueError: too late"):
+    said = r"cannot load its state in .*ValueError: too late"
+    with unchanged(sync), pytest.raises(CheckpointError, match=said):
         load(sync, tmp_path)
-    assert torch.equal(residual(sync), before)
-    assert sync.reducer.step == 1
 
 
 @pytest.mark.parametrize("key", ["selectors", "collectives"])
@@ -356,13 +338,9 @@ def test_fields_of_other_types_are_refused(key, value):
 
 def test_averagers_that_save_their_states_themselves_say_so(tmp_path):
     averager = LocalSgd(torch.nn.Linear(2, 1))
-    for call in (
-        lambda: save(averager, tmp_path),
-        lambda: load(averager, tmp_path),
-        lambda: DistributedState(averager),
-    ):
-        with pytest.raises(ConfigurationError, match="LocalSgd is an averager, not a handle"):
-            call()
+    for call, given in ((save, (tmp_path,)), (load, (tmp_path,)), (DistributedState, ())):
+        with refused("LocalSgd is an averager, not a handle"):
+            call(averager, *given)
 
 
 def test_no_checkpoint_is_no_hang(tmp_path):

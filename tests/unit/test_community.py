@@ -74,12 +74,8 @@ def test_every_address_of_the_project_is_that_of_pyproject():
     ours = re.compile(r"https?://[\w.-]*(?:github\.(?:com|io))/[\w./-]*")
     files = [ROOT / "CITATION.cff", *(ROOT / ".github").rglob("*.yml"), *ROOT.glob("*.md")]
     files.append(ROOT / "examples" / "tour.ipynb")
-    found = [
-        (path.name, address)
-        for path in files
-        for address in ours.findall(path.read_text())
-        if "sparsync" in address
-    ]
+    found = [(path.name, address) for path in files for address in ours.findall(path.read_text())]
+    found = [(name, address) for name, address in found if "sparsync" in address]
     assert {path for path, _ in found} >= {"CITATION.cff", "config.yml", "tour.ipynb"}
     allowed = (known["Repository"], f"https://{owner}.github.io/{name}/")
     assert [one for one in found if not one[1].startswith(allowed)] == []
@@ -275,5 +271,4 @@ def test_the_site_is_deployed_by_version(checkout):
 
 
 def test_the_site_links_to_the_addresses_of_pyproject():
-    hooks = pytest.importorskip("hooks")
-    assert hooks.addresses() == urls()
+    assert pytest.importorskip("hooks").addresses() == urls()

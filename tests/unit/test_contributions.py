@@ -15,6 +15,7 @@ from sparsync.updates import OuterStep
 from sparsync.updates.contributions import Contributions, contributions_kind
 from sparsync.updates.fragments import Weights
 from sparsync.updates.outer_engine import OuterEngine
+from tests.tables import cases, refuses
 
 SIZE, RANKS = 96, 4
 # samples of each rank in every step; in some steps, one rank, all ranks or all but one have none
@@ -38,9 +39,8 @@ async def begun(comm, parameters=None, weighs=None, **settings):
 def residual_of(outer):
     """Return the undelivered part of all units."""
     kept = [r.accumulated.clone() if r.value is not None else 0 for r in outer.reducer.residuals]
-    return torch.cat(
-        [torch.zeros(u.size) + k for u, k in zip(outer.reducer.units, kept, strict=True)]
-    )
+    units = outer.reducer.units
+    return torch.cat([torch.zeros(u.size) + k for u, k in zip(units, kept, strict=True)])
 
 
 async def one_step(outer, weights, rank, step, seen):
@@ -88,16 +88,13 @@ def test_the_law_holds_with_weights(name, residual):
         torch.testing.assert_close(given, left, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"period": 1},
-        {"period": 3},
-        {"period": 4, "fragments": 2},
-        {"period": 3, "delay": 2},
-        {"period": 2, "residual": "weights"},
-        {"period": 2, "residual": "weights", "algorithm": resolve("quantised", bits=1)},
-    ],
+@cases(
+    {"period": 1},
+    {"period": 3},
+    {"period": 4, "fragments": 2},
+    {"period": 3, "delay": 2},
+    {"period": 2, "residual": "weights"},
+    {"period": 2, "residual": "weights", "algorithm": resolve("quantised", bits=1)},
 )
 def test_finish_leaves_the_weighted_mean_of_all_steps(settings):
     """Every element is delivered, and the number of samples is the same in every period."""
@@ -105,9 +102,8 @@ def test_finish_leaves_the_weighted_mean_of_all_steps(settings):
 
     async def program(comm):
         names = {"a": torch.zeros(SIZE // 2), "b": torch.zeros(SIZE - SIZE // 2)}
-        outer, weights = await begun(
-            comm, parameters=names, **{"algorithm": "dense", "density": 1.0, **settings}
-        )
+        given = {"algorithm": "dense", "density": 1.0, **settings}
+        outer, weights = await begun(comm, parameters=names, **given)
         for step in range(steps):
             await one_step(outer, weights, comm.rank, step, numbers[comm.rank])
         await outer.deliver()
@@ -175,19 +171,15 @@ def test_what_ranks_count_must_be_alike():
     simulate(program, RANKS)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((None, None, None), "was given 0 numbers; give one"),
-        ((1, 2, None), "was given 2 numbers; give one"),
-        ((None, -1, None), r"contribute\(tokens=-1.0\); give a finite number >= 0"),
-        ((float("nan"), None, None), r"contribute\(numbers=nan\)"),
-        ((None, None, float("inf")), r"contribute\(samples=inf\)"),
-    ],
+@refuses(
+    ((None, None, None), "was given 0 numbers; give one"),
+    ((1, 2, None), "was given 2 numbers; give one"),
+    ((None, -1, None), r"contribute\(tokens=-1.0\); give a finite number >= 0"),
+    ((float("nan"), None, None), r"contribute\(numbers=nan\)"),
+    ((None, None, float("inf")), r"contribute\(samples=inf\)"),
 )
-def test_what_is_no_number_of_anything_is_refused(given, message):
-    with pytest.raises(ConfigurationError, match=message):
-        Contributions(weighs=None).add(*given)
+def test_what_is_no_number_of_anything_is_refused(given):
+    Contributions(weighs=None).add(*given)
 
 
 def test_counting_begins_with_the_first_step_and_stays_the_same():
@@ -207,9 +199,8 @@ def test_a_refused_exchange_takes_back_what_its_steps_have_seen():
             bad = torch.full((SIZE,), torch.inf if (comm.rank, step) == (2, 1) else 0.0)
             weights.write(slice(0, SIZE), bad, add=True)
             # if the first two steps counted, rank 0 would have a larger weight
-            await one_step(
-                outer, weights, comm.rank, step, 100 if step < 2 and not comm.rank else 1
-            )
+            seen = 100 if step < 2 and not comm.rank else 1
+            await one_step(outer, weights, comm.rank, step, seen)
         return weights.vector, outer.state.refused
 
     mean = -sum(moves(rank, step) for rank in range(RANKS) for step in (2, 3)) / RANKS
@@ -244,22 +235,11 @@ def test_a_saved_state_goes_on_bit_for_bit(delay):
     simulate(program, RANKS)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"kind": 7},
-        {"total": -1.0},
-        {"total": float("nan")},
-        {"sent": [2.0]},
-        {"sent": [0.0, 0.0]},
-        {"shown": [-1.0]},
-        {"shown": [1e-12]},
-        {"weighs": 1},
-        {"ranks": "many"},
-        {"more": 1},
-        None,
-    ],
-)
+NO_STATES = [{"kind": 7}, {"total": -1.0}, {"total": float("nan")}, {"sent": [2.0]}]
+NO_STATES += [{"sent": [0.0, 0.0]}, {"shown": [-1.0]}, {"shown": [1e-12]}, {"weighs": 1}]
+
+
+@pytest.mark.parametrize("changed", [*NO_STATES, {"ranks": "many"}, {"more": 1}, None])
 def test_damaged_states_are_refused(changed):
     contributions = Contributions(weighs=None)
     contributions.plan(1)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsync.algorithm import Algorithm
 from sparsync.errors import ConfigurationError, NonFiniteGradientError
 from sparsync.feedback.correction import Correction, Corrector
 from sparsync.feedback.reducer import Reducer
@@ -18,33 +17,26 @@ from sparsync.presets import resolve
 from sparsync.sparse import SparseVector
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
+from tests.draws import noise
 
 SIZE, STEPS, RANKS = 60, 50, 4
 
 
 def gradient(rank: int, step: int, weights: torch.Tensor) -> torch.Tensor:
     """Return a local gradient of a noisy quadratic, which depends on the weights."""
-    noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(step * 100 + rank))
-    return 0.2 * weights + noise
+    own = noise(SIZE, seed=step * 100 + rank)
+    return 0.2 * weights + own
 
 
-def trained(
-    correction: Correction,
-    density: float = 1.0,
-    algorithm: Algorithm | None = None,
-    ranks: int = RANKS,
-    warmup: Warmup | None = None,
-    steps: int = STEPS,
-) -> list[torch.Tensor]:
+def trained(correction, density=1.0, ranks=RANKS, warmup=None) -> list[torch.Tensor]:
     """Train with plain SGD on corrected averages; return the weights after every step."""
 
     async def program(comm):
         weights = torch.linspace(-1, 1, SIZE)
         units = plan_units([("a", torch.zeros(20)), ("b", torch.zeros(40))], unit_bytes=80)
-        chosen = algorithm or resolve("allgather", cap=None)
-        reducer = Reducer(comm, units, chosen, density, warmup, correction)
-        history = []
-        for step in range(steps):
+        algorithm, history = resolve("allgather", cap=None), []
+        reducer = Reducer(comm, units, algorithm, density, warmup, correction)
+        for step in range(STEPS):
             pieces = list(gradient(comm.rank, step, weights).split([20, 40]))
             await reducer.reduce(pieces, list(weights.split([20, 40])))
             weights = weights - 0.05 * torch.cat(pieces)
@@ -80,9 +72,8 @@ def assert_equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 def test_density_1_without_masking_is_momentum_sgd(nesterov, decay):
     correction = Correction(0.9, nesterov=nesterov, masking=False, weight_decay=decay)
-    assert_equal(
-        trained(correction), reference(momentum=0.9, nesterov=nesterov, weight_decay=decay)
-    )
+    expected = reference(momentum=0.9, nesterov=nesterov, weight_decay=decay)
+    assert_equal(trained(correction), expected)
 
 
 def test_density_1_with_masking_is_plain_sgd():
@@ -104,8 +95,7 @@ def test_only_what_a_rank_has_sent_loses_its_velocity(algorithm):
         select = reducer._select
         reducer._select = lambda unit: selected.append(select(unit)) or selected[-1]
         for step in range(6):
-            draw = torch.Generator().manual_seed(100 * step + comm.rank)
-            gradient = torch.randn(400, generator=draw)
+            gradient = noise(400, seed=100 * step + comm.rank)
             expected = 0.9 * reducer.corrector.velocities[0] + gradient
             await reducer.reduce([gradient])
             velocity, kept = reducer.corrector.velocities[0], reducer.residuals[0].value
@@ -197,8 +187,7 @@ def test_clipping_equals_torchs_on_one_rank():
 @pytest.mark.parametrize("ranks", [4, 16, 64])
 def test_independent_gradients_are_clipped_to_the_global_norm(ranks):
     """The average of N clipped independent gradients has the norm ``clip``."""
-    generator = torch.Generator().manual_seed(0)
-    local = torch.randn(ranks, 100_000, generator=generator)
+    local = noise(ranks, 100_000, seed=0)
     clip = float(local.mean(0).norm())
     scales = [Correction(clip=clip).clip_scale(float(g.norm()), ranks) for g in local]
     assert all(0.97 < scale <= 1.0 for scale in scales)

@@ -1,14 +1,13 @@
 """Damage every field of a saved state in every way: its rank refuses it, or others notice."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import sparsync
 from sparsync.averaging import LocalSgd
@@ -19,6 +18,10 @@ from sparsync.updates import OuterAverager, OuterStep
 from sparsync_papers.baseline_optimizers import UpdateSpaceSGD
 from tests.attaching import attach
 from tests.digests.canonical import sha
+from tests.tables import cases
+
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 UNKNOWN = "a field that nobody knows"
 
@@ -94,19 +97,10 @@ def changed(value: Any, path: tuple[Any, ...], other: Any = None, *, remove: boo
     return tuple(copied) if isinstance(value, tuple) else copied
 
 
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    """One rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def net():
     torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
-    )
+    layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    return torch.nn.Sequential(*layers)
 
 
 def train(model, optimizer, steps):
@@ -184,21 +178,17 @@ def test_moments_of_sparse_gradients_are_saved_loaded_and_dropped(tmp_path):
 
 
 SCALER = torch.amp.GradScaler("cpu", enabled=True)
+UNDER_WAY = {"residual": "weights", "fragments": 2, "delay": 2, "density": 0.1, "period": 4}
 HANDLES = {
     "updates": lambda: of_updates({}),
-    "fragments under way": lambda: of_updates(
-        {"residual": "weights", "fragments": 2, "delay": 2, "density": 0.1, "period": 4}
-    ),
+    "fragments under way": lambda: of_updates(UNDER_WAY),
     "momentum": lambda: of_updates({"momentum": 0.9, "period": 2}, torch.optim.RMSprop),
     "a scaler": lambda: of_updates({}, monitoring=sparsync.Monitoring(scaler=SCALER)),
     "gradients": of_gradients,
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "gradients" else pytest.mark.slow) for name in HANDLES],
-)
+@cases(*(pytest.param(n, marks=[] if n == "gradients" else pytest.mark.slow) for n in HANDLES))
 def test_no_damaged_state_is_like_the_others(name):
     with HANDLES[name]() as sync:
         state = sync.state_dict()
@@ -239,6 +229,12 @@ def stepped(make):
     return one
 
 
+class Saver(NamedTuple):
+    state_dict: Callable[[], Any]
+    load_state_dict: Callable[[Any], Any]
+    close: Callable[[], None] = lambda: None
+
+
 def copies_of_gradients():
     """Return an object that saves and loads a joining rank's copy."""
     pytest.importorskip("zmq")
@@ -247,10 +243,9 @@ def copies_of_gradients():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, 1)
-    return SimpleNamespace(
-        state_dict=lambda: unpacked(make_copy(model, [optimizer])),
-        load_state_dict=lambda state: load_copy(packed(state), model, [optimizer]),
-        close=lambda: None,
+    return Saver(
+        lambda: unpacked(make_copy(model, [optimizer])),
+        lambda state: load_copy(packed(state), model, [optimizer]),
     )
 
 
@@ -265,20 +260,13 @@ def copies_of_updates():
     ends = ExitStack()
     ends.callback(group.shutdown)
     ends.callback(sync.close)
-    return SimpleNamespace(
-        state_dict=lambda: unpacked(sync._ranks._copy()),
-        load_state_dict=lambda state: sync._ranks._opened(packed(state)),
-        close=ends.close,
-    )
+    opened = lambda state: sync._ranks._opened(packed(state))  # noqa: E731
+    return Saver(lambda: unpacked(sync._ranks._copy()), opened, ends.close)
 
 
 def resharding():
     sync = of_gradients()
-    return SimpleNamespace(
-        state_dict=sync.state_dict,
-        load_state_dict=lambda state: sparsync.reshard([state], 2),
-        close=sync.close,
-    )
+    return Saver(sync.state_dict, lambda state: sparsync.reshard([state], 2), sync.close)
 
 
 SAVERS = {  # by name, which begins with the kind: an object that saves and loads states of that kind
@@ -304,33 +292,25 @@ def damaged_envelopes(state: Any) -> Iterator[tuple[Any, str]]:
         yield other, f"the saved state is {other!r}, expected a dictionary; {here}"
     for part in state:
         cure = "load it with the sparsync that saved it" if part == "version" else here
-        yield (
-            changed(state, (part,), remove=True),
-            f"the saved state has no state['{part}']; {cure}",
-        )
+        said = f"the saved state has no state['{part}']; {cure}"
+        yield changed(state, (part,), remove=True), said
     for other in ("surprise", 3, None, [kind], torch.ones(2)):
-        said = (
-            f"the saved state['kind'] is {sparsync.state.brief(other)}, expected '{kind}'; {here}"
-        )
+        found = sparsync.state.brief(other)
+        said = f"the saved state['kind'] is {found}, expected '{kind}'; {here}"
         yield {**state, "kind": other}, said
     for other, place in STATE_KINDS.items():
         if other != kind:
-            said = (
-                f"the saved state['kind'] is '{other}', expected '{kind}'; it belongs in {place}; "
-            )
+            said = f"saved state['kind'] is '{other}', expected '{kind}'; it belongs in {place};"
             # the error names the other kind, whatever the envelope's version and content
             yield {"kind": other, "version": 99, "content": {"a": 1}}, said
     for other in (STATE_VERSION + 1, 0, -1, float(STATE_VERSION), str(STATE_VERSION), True, None):
-        said = (
-            f"the saved state['version'] is {other!r}, expected {STATE_VERSION}; load it with the"
-        )
+        expected = f"expected {STATE_VERSION}; load it with the"
+        said = f"the saved state['version'] is {other!r}, {expected}"
         yield {**state, "version": other, UNKNOWN: 1}, said
     yield {**state, UNKNOWN: 1}, f"the saved state has an unknown state['{UNKNOWN}']; {here}"
     for other in (None, 3, [], "x"):
-        yield (
-            {**state, "content": other},
-            f"the saved state['content'] is {other!r}, expected Mapping",
-        )
+        said = f"the saved state['content'] is {other!r}, expected Mapping"
+        yield {**state, "content": other}, said
     content = state["content"]
     yield {**state, "content": {**content, UNKNOWN: 1}}, f"has an unknown state['{UNKNOWN}']; load"
     for name in content:

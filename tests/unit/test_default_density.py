@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,29 +17,21 @@ from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.residual import Growth
 from sparsync.options import Compression, Monitoring, Options, Transport
 from sparsync.presets import resolve
+from tests.tables import cases
 
 
 def settings(density=None, algorithm="budgeted", **compression):
-    return Options(
-        resolve(algorithm),
-        density,
-        None,
-        Compression(**compression),
-        Transport(),
-        Monitoring(),
-    )
+    groups = Compression(**compression), Transport(), Monitoring()
+    return Options(resolve(algorithm), density, None, *groups)
 
 
-@pytest.mark.parametrize(
-    ("elements", "entries", "said"),
-    [
-        (520, 520, "exchanges all 520 gradient entries"),
-        (46_415, 46_415, "exchanges all 46,415"),
-        (100_000, 31_623, "exchanges 31.6 % of 100,000"),
-        (280_000, 18_898, "exchanges 6.75 % of 280,000"),
-        (LARGE, 10_000, "exchanges 1 % of 1,000,000"),
-        (25_000_000, 250_000, "exchanges 1 % of 25,000,000"),
-    ],
+@cases(
+    (520, 520, "exchanges all 520 gradient entries"),
+    (46_415, 46_415, "exchanges all 46,415"),
+    (100_000, 31_623, "exchanges 31.6 % of 100,000"),
+    (280_000, 18_898, "exchanges 6.75 % of 280,000"),
+    (LARGE, 10_000, "exchanges 1 % of 1,000,000"),
+    (25_000_000, 250_000, "exchanges 1 % of 25,000,000"),
 )
 def test_small_models_are_exchanged_whole_and_large_ones_as_before(elements, entries, said, capsys):
     options = settings().for_size(elements, say)
@@ -54,38 +45,36 @@ def test_small_models_are_exchanged_whole_and_large_ones_as_before(elements, ent
     assert line.endswith("give density=0.1") == (elements >= LARGE)
 
 
+def of_redsync(density):
+    """Return options with the algorithm's own rule of what is compressed."""
+    algorithm = resolve("redsync")
+    own = settings(density, "redsync", compress=algorithm.compress)
+    return replace(own, algorithm=algorithm)
+
+
 def net_of(*sizes):
     return nn.ParameterDict({f"p{i}": nn.Parameter(torch.empty(n)) for i, n in enumerate(sizes)})
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ranks", "density", "share"),
-    [
-        # dense takes 2 (P - 1) / P words for each element of the two small layers; the large one
-        # sends P - 1 pairs for 0.1 %
-        ((10_000, 10_000, 1_000_000), 4, 0.001, 30_000 / (30_000 + 6_000)),
-        ((10_000, 10_000, 1_000_000), 4, 0.1, 30_000 / (30_000 + 600_000)),
-        ((1_000_000,), 4, 0.001, 0.0),
-        ((10_000, 10_000, 1_000_000), 1, 0.001, 0.0),  # alone, a rank sends nothing
-    ],
+@cases(
+    # dense takes 2 (P - 1) / P words for each element of the two small layers; the large one
+    # sends P - 1 pairs for 0.1 %
+    ((10_000, 10_000, 1_000_000), 4, 0.001, 30_000 / (30_000 + 6_000)),
+    ((10_000, 10_000, 1_000_000), 4, 0.1, 30_000 / (30_000 + 600_000)),
+    ((1_000_000,), 4, 0.001, 0.0),
+    ((10_000, 10_000, 1_000_000), 1, 0.001, 0.0),  # alone, a rank sends nothing
 )
 def test_the_user_is_told_where_small_layers_send_most_bytes(sizes, ranks, density, share):
     rule = resolve("redsync").compress
-    options = replace(settings(density, "redsync"), algorithm=resolve("redsync"))
-    options = replace(options, compression=Compression(compress=options.algorithm.compress))
-    net, said = net_of(*sizes), []
+    options, net, said = of_redsync(density), net_of(*sizes), []
     units = options.units(net.named_parameters(), net)
-    found = options.algorithm.dense_share(units, density, ranks)
-    assert found == pytest.approx(share, rel=0.01)
+    assert options.algorithm.dense_share(units, density, ranks) == pytest.approx(share, rel=0.01)
     options.tell_of_bytes(units, ranks, said.append)
     assert bool(said) == (share > 0.5)
     if said:
-        assert said[0].startswith(
-            "redsync: layers that are too small to compress are 1.96 % of the"
-        )
-        assert (
-            "83 % of the bytes" in said[0] and "resolve('redsync', compress_thd=0), or " in said[0]
-        )
+        start = "redsync: layers that are too small to compress are 1.96 % of the"
+        assert said[0].startswith(start) and "83 % of the bytes" in said[0]
+        assert "resolve('redsync', compress_thd=0), or " in said[0]
     # another function: the user's own
     own = replace(options, compression=Compression(compress=rule))
     own.tell_of_bytes(units, ranks, said.append)
@@ -93,36 +82,30 @@ def test_the_user_is_told_where_small_layers_send_most_bytes(sizes, ranks, densi
 
 
 def test_layers_that_are_all_dense_are_100_percent():
-    algorithm, net, said = resolve("redsync"), net_of(10_000, 10_000), []
-    options = replace(settings(0.001, "redsync"), algorithm=algorithm)
-    options = replace(options, compression=Compression(compress=algorithm.compress))
+    options, net, said = of_redsync(0.001), net_of(10_000, 10_000), []
     options.tell_of_bytes(options.units(net.named_parameters(), net), 4, said.append)
     assert "are 100 % of the gradient and 100 % of the bytes" in said[0]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "ranks", "density", "told"),
-    [
-        # dense moves 8 n (P - 1) / P bytes, and an allgather of pairs 8 k (P - 1): more from k > n / P
-        ("allgather", 4, 0.24, False),
-        ("allgather", 4, 0.26, True),
-        ("allgather", 128, 0.01, True),
-        ("redsync", 4, 0.3, True),  # a search finds up to 2 k, and 1.5 k on average
-        ("oktopk", 128, 0.01, False),
-        ("budgeted", 4, 0.316, False),
-        ("allgather", 1, 0.5, False),  # alone, a rank sends nothing
-        ("allgather", 4, 1.0, False),  # asks for all
-        ("quantised", 4, 0.5, False),  # selects nothing
-    ],
+@cases(
+    # dense moves 8 n (P - 1) / P bytes, and an allgather of pairs 8 k (P - 1): more from k > n / P
+    ("allgather", 4, 0.24, False),
+    ("allgather", 4, 0.26, True),
+    ("allgather", 128, 0.01, True),
+    ("redsync", 4, 0.3, True),  # a search finds up to 2 k, and 1.5 k on average
+    ("oktopk", 128, 0.01, False),
+    ("budgeted", 4, 0.316, False),
+    ("allgather", 1, 0.5, False),  # alone, a rank sends nothing
+    ("allgather", 4, 1.0, False),  # asks for all
+    ("quantised", 4, 0.5, False),  # selects nothing
 )
 def test_the_user_is_told_where_sparse_sends_more_than_dense(algorithm, ranks, density, told):
     options, said, net = settings(density, algorithm), [], net_of(2_000_000)
     options.tell_of_bytes(options.units(net.named_parameters(), net), ranks, said.append)
     assert len(said) == told
     if (algorithm, ranks) == ("allgather", 128):
-        assert said[0].startswith(
-            "allgather: at density 0.01 and 128 ranks, a rank sends or receives"
-        )
+        start = "allgather: at density 0.01 and 128 ranks, a rank sends or receives"
+        assert said[0].startswith(start)
         assert "20.3 MB per step, but 15.9 MB with dense; give a lower density" in said[0]
 
 
@@ -193,10 +176,7 @@ def small():
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    ("make_model", "lr", "momentum"),
-    [(linear, 0.5, 0.0), (linear, 0.05, 0.9), (small, 0.1, 0.0), (small, 0.1, 0.9)],
-)
+@cases((linear, 0.5, 0.0), (linear, 0.05, 0.9), (small, 0.1, 0.0), (small, 0.1, 0.9))
 def test_small_networks_train_as_with_dense_sgd(make_model, lr, momentum):
     """At 1 %, losses were 1e16 and 47 times as large: entries 100 steps late act like momentum."""
     dense, _ = train(make_model, lr, momentum, density=1.0)
@@ -224,10 +204,7 @@ def test_a_residual_that_grows_without_bound_is_noticed_once_with_its_cure():
     assert "has grown fourfold within 800 steps" in notice and "density=0.1" in notice
 
 
-@pytest.mark.parametrize(
-    ("make_model", "lr", "momentum", "density"),
-    [(linear, 0.05, 0.0, 0.01), (linear, 0.05, 0.9, 0.1), (small, 0.1, 0.9, 0.02)],
-)
+@cases((linear, 0.05, 0.0, 0.01), (linear, 0.05, 0.9, 0.1), (small, 0.1, 0.9, 0.02))
 def test_a_residual_that_trains_well_is_not_reported(make_model, lr, momentum, density):
     _, notices = train(make_model, lr, momentum, density, steps=500, ranks=1)
     assert not notices
@@ -245,13 +222,6 @@ def test_growth_is_told_of_steady_growth_but_not_of_filling_falling_or_slow_chan
     # a doubling in ten windows: gradients of decaying weights
     assert not told(lambda step: step / 1_000)
     assert not told(lambda step: 3.0 * (step % 7 == 0))  # noise
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_attach_says_the_density_once(alone, capsys):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sparsync.cli.workloads.delays import Delay, parse_delay
 from sparsync.errors import ConfigurationError
+from tests.tables import cases, refuses
 
 
 def waits(text, world_size, steps, seed=0):
@@ -16,14 +17,11 @@ def waits(text, world_size, steps, seed=0):
     return [[delay.seconds(s, rank, world_size, seed) for rank in ranks] for s in range(steps)]
 
 
-@pytest.mark.parametrize(
-    ("text", "delay"),
-    [
-        ("none", Delay()),
-        ("random:2:0.32", Delay("random", 2, 0.32)),
-        ("persistent:3:1", Delay("persistent", 3, 1.0)),
-        ("heavytail:1.7:43.5", Delay("heavytail", 1.7, 43.5)),
-    ],
+@cases(
+    ("none", Delay()),
+    ("random:2:0.32", Delay("random", 2, 0.32)),
+    ("persistent:3:1", Delay("persistent", 3, 1.0)),
+    ("heavytail:1.7:43.5", Delay("heavytail", 1.7, 43.5)),
 )
 def test_text_is_read(text, delay):
     assert parse_delay(text) == delay
@@ -54,26 +52,21 @@ def test_heavytail_is_figure_9_of_wagma():
     assert len(set(seconds)) > 19_900  # each rank and step has its own
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "delay is ''; give none, random:COUNT:SECONDS"),
-        ("random", "delay is 'random'; give"),
-        ("random:2", "e.g. random:2:0.32"),
-        ("random:2.5:1", "e.g. random:2:0.32"),
-        ("none:1", "delay is 'none:1'"),
-        ("slow:1:2", "delay is 'slow:1:2'"),
-        ("random:0:1", "COUNT is 0; give at least 1 rank"),
-        ("random:1:nan", "SECONDS is nan; give seconds from 0 to a day's"),
-        ("persistent:-1:1", "RANK is -1; give a rank >= 0"),
-        ("persistent:1:1e9", "SECONDS is 1000000000.0"),
-        ("heavytail:2:1", "MAX is 1.0; give at least MIN, 2"),
-    ],
+@refuses(
+    ("", "delay is ''; give none, random:COUNT:SECONDS"),
+    ("random", "delay is 'random'; give"),
+    ("random:2", "e.g. random:2:0.32"),
+    ("random:2.5:1", "e.g. random:2:0.32"),
+    ("none:1", "delay is 'none:1'"),
+    ("slow:1:2", "delay is 'slow:1:2'"),
+    ("random:0:1", "COUNT is 0; give at least 1 rank"),
+    ("random:1:nan", "SECONDS is nan; give seconds from 0 to a day's"),
+    ("persistent:-1:1", "RANK is -1; give a rank >= 0"),
+    ("persistent:1:1e9", "SECONDS is 1000000000.0"),
+    ("heavytail:2:1", "MAX is 1.0; give at least MIN, 2"),
 )
-def test_bad_text_is_one_clear_line(text, said):
-    with pytest.raises(ConfigurationError) as raised:
-        parse_delay(text)
-    assert said in str(raised.value) and "\n" not in str(raised.value)
+def test_bad_text_is_one_clear_line(text):
+    parse_delay(text)
 
 
 numbers = st.one_of(st.integers(), st.floats()).map(str) | st.text(max_size=5)

@@ -41,9 +41,8 @@ def test_labels_and_ports_fit_each_other():
     for one in of_kind("Deployment") + of_kind("StatefulSet"):
         labels = one["spec"]["template"]["metadata"]["labels"]
         assert one["spec"]["selector"]["matchLabels"] == labels
-    assert service["spec"]["selector"] in [
-        one["spec"]["selector"]["matchLabels"] for one in of_kind("Deployment")
-    ]
+    matched = [one["spec"]["selector"]["matchLabels"] for one in of_kind("Deployment")]
+    assert service["spec"]["selector"] in matched
 
 
 def commands():

@@ -17,35 +17,28 @@ from sparsync.cost.calibrate import Calibration
 from sparsync.cost.links import Clock, Link
 from sparsync.cost.machine import Machine
 from sparsync.errors import PeerError
+from tests.tables import cases
 
 MACHINE = Machine(alpha=90e-6, beta=8.5e-9)
 FACTS = dataclasses.replace(
     local_facts("zmq"),
-    torch="2.9.0",
-    kernels="avx2",
-    built=True,
-    cores=4,
-    threads=1,
-    openmp=1,
-    backends={"torch.distributed gloo": "", "torch.distributed nccl": ""},
-    loopback=False,
-    tcp={},
-    congestion="bbr",
-    memory=None,
-    device_memory=None,
+    **{"torch": "2.9.0", "kernels": "avx2", "built": True, "cores": 4, "threads": 1, "openmp": 1},
+    **{"backends": {"torch.distributed gloo": "", "torch.distributed nccl": ""}, "loopback": False},
+    **{"tcp": {}, "congestion": "bbr", "memory": None, "device_memory": None},
 )
+
+
+def rank(**facts):
+    return dataclasses.replace(FACTS, **facts)
 
 
 def calibration(beta_of=lambda source, dest: 8.5e-9, ahead=0.0):
     pairs = [(s, d) for s in range(4) for d in range(4) if s != d]
     numbers = MACHINE.as_dict()
-    return Calibration(
-        MACHINE,
-        {name: (0.9 * value, 1.1 * value) for name, value in numbers.items()},
-        tuple(Link(s, d, 90e-6, beta_of(s, d)) for s, d in pairs),
-        (Clock(), *(Clock(ahead, 1e-5) for _ in range(3))),
-        (256, 1024),
-    )
+    spread = {name: (0.9 * value, 1.1 * value) for name, value in numbers.items()}
+    links = tuple(Link(s, d, 90e-6, beta_of(s, d)) for s, d in pairs)
+    clocks = Clock(), *(Clock(ahead, 1e-5) for _ in range(3))
+    return Calibration(MACHINE, spread, links, clocks, (256, 1024))
 
 
 def examination(*checks):
@@ -101,11 +94,8 @@ def test_the_json_is_a_machine_for_the_planner(examine, tmp_path):
     read = json.loads(text)
     assert read == json.loads(json.dumps(as_json(found)))
     assert set(read) >= {"machine", "intervals", "links", "checks", "versions"}
-    assert read["versions"] == {
-        "sparsync": FACTS.sparsync,
-        "torch": "2.9.0",
-        "python": FACTS.python,
-    }
+    versions = {"sparsync": FACTS.sparsync, "torch": "2.9.0", "python": FACTS.python}
+    assert read["versions"] == versions
     assert len(read["links"]) == 12 and read["intervals"]["beta"] == [0.9 * 8.5e-9, 1.1 * 8.5e-9]
 
 
@@ -115,40 +105,23 @@ def test_no_host_is_named_unless_asked_for():
 
 
 def changed(**of_rank_2):
-    return [FACTS, FACTS, dataclasses.replace(FACTS, **of_rank_2), FACTS]
+    return [FACTS, FACTS, rank(**of_rank_2), FACTS]
 
 
-@pytest.mark.parametrize(
-    ("everyone", "level", "said"),
-    [
-        (changed(torch="2.8.0"), "bad", "torch differs: 2.9.0, but 2.8.0 on rank 2"),
-        (changed(python="3.10.1"), "note", "but 3.10.1 on rank 2"),
-        (changed(kernels="plain"), "note", "native kernels differs: avx2, but plain on rank 2"),
-        (changed(kernels="torch"), "note", "rank 2 without native kernels: selection is slow"),
-        ([dataclasses.replace(FACTS, torch="2.6.1")], "bad", "torch 2.6.1"),
-        ([dataclasses.replace(FACTS, backends={})], "bad", "torch has no gloo"),
-        ([dataclasses.replace(FACTS, threads=2)] * 4, "bad", "4 rank(s) with 2 thread(s)"),
-        ([FACTS] * 5, "note", "5 rank(s) with 1 thread(s) each on 4 core(s)"),
-        (changed(openmp=2), "note", "2 OpenMP runtimes in rank 2"),
-        (changed(machine="other", loopback=True), "bad", "gloo of rank 2 listens on loopback"),
-        (
-            [
-                dataclasses.replace(FACTS, mpi="Open MPI v5.0", machine=str(rank))
-                for rank in range(2)
-            ],
-            "note",
-            "Open MPI reached",
-        ),
-        (
-            [
-                dataclasses.replace(FACTS, mpi="MPICH Version: 5.0.2", network=str(rank))
-                for rank in range(2)
-            ],
-            "note",
-            "MPICH may bypass the network of containers",
-        ),
-        ([dataclasses.replace(FACTS, backends={"torch.distributed gloo": ""})], "note", "PowerSGD"),
-    ],
+@cases(
+    (changed(torch="2.8.0"), "bad", "torch differs: 2.9.0, but 2.8.0 on rank 2"),
+    (changed(python="3.10.1"), "note", "but 3.10.1 on rank 2"),
+    (changed(kernels="plain"), "note", "native kernels differs: avx2, but plain on rank 2"),
+    (changed(kernels="torch"), "note", "rank 2 without native kernels: selection is slow"),
+    ([rank(torch="2.6.1")], "bad", "torch 2.6.1"),
+    ([rank(backends={})], "bad", "torch has no gloo"),
+    ([rank(threads=2)] * 4, "bad", "4 rank(s) with 2 thread(s)"),
+    ([FACTS] * 5, "note", "5 rank(s) with 1 thread(s) each on 4 core(s)"),
+    (changed(openmp=2), "note", "2 OpenMP runtimes in rank 2"),
+    (changed(machine="other", loopback=True), "bad", "gloo of rank 2 listens on loopback"),
+    ([rank(mpi="Open MPI v5.0", machine=m) for m in "01"], "note", "Open MPI reached"),
+    ([rank(mpi="MPICH Version: 5.0.2", network=n) for n in "01"], "note", "MPICH may bypass the"),
+    ([rank(backends={"torch.distributed gloo": ""})], "note", "PowerSGD"),
 )
 def test_what_is_known_to_go_wrong_is_said(everyone, level, said):
     checks = list(check_facts(everyone))
@@ -163,9 +136,8 @@ def test_a_sound_group_gets_nothing_bad():
 
 def test_links_and_clocks_are_judged():
     assert [c.level for c in check_links(calibration(), [0.0] * 4)] == ["ok", "ok"]
-    slow = list(
-        check_links(calibration(lambda s, d: 8.5e-9 * (3 if (s, d) == (1, 2) else 1)), [0.0] * 4)
-    )
+    one_slow = calibration(lambda s, d: 8.5e-9 * (3 if (s, d) == (1, 2) else 1))
+    slow = list(check_links(one_slow, [0.0] * 4))
     assert slow[0].what == "the link from rank 1 to rank 2 is 3.0 x slower than most"
     off = list(check_links(calibration(ahead=2.5), [0.0] * 4))[-1]
     assert (off.level, off.what) == ("note", "rank 1's wall clock is +2.5 s off rank 0's")
@@ -176,7 +148,7 @@ def test_links_and_clocks_are_judged():
 def test_ranks_of_different_versions_end_with_a_clear_error():
     versions = ("0.1.0", "0.2.0", "0.1.0")
     with pytest.raises(PeerError) as caught:
-        check_versions([dataclasses.replace(FACTS, sparsync=version) for version in versions])
+        check_versions([rank(sparsync=version) for version in versions])
     assert str(caught.value) == (
         "ranks run different versions of sparsync: 0.1.0 on ranks 0, 2; 0.2.0 on rank 1; "
         "install the same everywhere"
@@ -185,12 +157,8 @@ def test_ranks_of_different_versions_end_with_a_clear_error():
 
 # ---- far links --------------------------------------------------------------------------------------
 
-TCP = {
-    "tcp_wmem": (4096, 16384, 4 << 20),
-    "tcp_rmem": (4096, 131072, 6 << 20),
-    "tcp_adv_win_scale": (1,),
-    "tcp_slow_start_after_idle": (1,),
-}
+TCP = {"tcp_wmem": (4096, 16384, 4 << 20), "tcp_rmem": (4096, 131072, 6 << 20)}
+TCP |= {"tcp_adv_win_scale": (1,), "tcp_slow_start_after_idle": (1,)}
 
 
 def far(alpha, beta, *changes, controls=("bbr",) * 4):
@@ -200,10 +168,8 @@ def far(alpha, beta, *changes, controls=("bbr",) * 4):
     pairs = [(s, d) for s in range(len(changes)) for d in range(len(changes)) if s != d]
     ends = {"alpha": (alpha, alpha), "beta": (0.9 * beta, beta)}
     found = Calibration(machine, ends, tuple(Link(s, d, alpha, beta) for s, d in pairs))
-    its = [
-        {"tcp": TCP | change, "congestion": c} for change, c in zip(changes, controls, strict=False)
-    ]
-    facts = [dataclasses.replace(FACTS, network=str(r), **one) for r, one in enumerate(its)]
+    its = enumerate(zip(changes, controls, strict=False))
+    facts = [rank(network=str(r), tcp=TCP | one, congestion=control) for r, (one, control) in its]
     return list(check_far(found, facts))
 
 
@@ -253,12 +219,11 @@ def test_another_kernel_is_named():
 
 def test_a_kernel_that_tells_nothing_is_not_judged(tmp_path):
     assert tcp_settings(tmp_path) == {}
-    silent = dataclasses.replace(FACTS, tcp={})
+    silent = rank(tcp={})
     assert window(silent) is None
     ranks = [dataclasses.replace(silent, network=str(rank)) for rank in range(4)]
     assert list(check_far(calibration(), ranks)) == []
-    alone = Calibration(MACHINE, {})
-    assert list(check_far(alone, [FACTS])) == []
+    assert list(check_far(Calibration(MACHINE, {}), [FACTS])) == []
 
 
 def test_settings_are_read(tmp_path):
@@ -271,24 +236,19 @@ def test_settings_are_read(tmp_path):
 
 @pytest.mark.parametrize(("scale", "mib"), [(1, 3), (2, 4), (-2, 1.5), (0, 4)])
 def test_the_part_of_a_buffer_that_is_window(scale, mib):
-    facts = dataclasses.replace(FACTS, tcp=TCP | {"tcp_adv_win_scale": (scale,)})
-    assert window(facts) == mib * (1 << 20)
+    assert window(rank(tcp=TCP | {"tcp_adv_win_scale": (scale,)})) == mib * (1 << 20)
 
 
 def test_ranks_that_share_a_network_stack_have_no_far_links():
     slow = Machine(alpha=40e-3, beta=8e-9)
     links = Link(0, 1, 40e-3, 8e-9), Link(1, 0, 40e-3, 8e-9)
     found = Calibration(slow, {"beta": (8e-9, 8e-9)}, links)
-    assert list(check_far(found, [dataclasses.replace(FACTS, tcp=TCP)] * 2)) == []
+    assert list(check_far(found, [rank(tcp=TCP)] * 2)) == []
 
 
 def test_bytes_in_flight_are_of_the_farthest_pair():
-    links = (
-        Link(0, 1, 1e-3, 8e-9),
-        Link(1, 0, 1e-3, 8e-9),
-        Link(2, 0, 0.05, 8e-9),
-        Link(0, 2, 0.03, 8e-9),
-    )
+    ends = (0, 1, 1e-3), (1, 0, 1e-3), (2, 0, 0.05), (0, 2, 0.03)
+    links = tuple(Link(*end, 8e-9) for end in ends)
     found = Calibration(MACHINE, {"beta": (6e-9, 8e-9)}, links)
     assert round_trip(found) == pytest.approx(0.08)
     assert bytes_in_flight(found) == pytest.approx(10e6)
@@ -300,28 +260,25 @@ GB = 10**9
 
 
 def ranks_with(memory, device=None, count=2):
-    return [dataclasses.replace(FACTS, memory=memory, device_memory=device)] * count
+    return [rank(memory=memory, device_memory=device)] * count
 
 
-@pytest.mark.parametrize(
-    "memory, device, optimizer, level, words",
-    [
-        # for 1 B parameters, training takes 20 GB, the shared weights 4, the residual 4, and
-        # messages 0.76; pinned beside a GPU, 4 GB take 2^32 bytes
-        (58 * GB, None, "adamw", "ok", "28.8 GB; a rank has 29 GB left"),
-        (56 * GB, None, "adamw", "bad", "fits alone, but with attach takes 28.8 GB"),
-        (39 * GB, None, "adamw", "bad", "20 GB; a rank has 19.5 GB left"),
-        (9 * GB, 25 * GB, "adamw", "ok", "24.8 GB on the device and 4.29 GB on the host"),
-        (18 * GB, 24 * GB, "adamw", "note", "20.8 GB on the device and 8.59 GB on the host"),
-        (17 * GB, 24 * GB, "adamw", "bad", "fits alone"),
-        (15 * GB, 24 * GB, "adamw", "bad", "fits alone"),
-        (900 * GB, 19 * GB, "adamw", "bad", "20 GB on the device and 0 B on the host"),
-        # training takes 12 GB, the residual 4 GB, and the selected hundredth of the entries 12
-        # bytes each
-        (33 * GB, None, "sgd", "ok", "16.1 GB; a rank has 16.5 GB left"),
-        (32 * GB, None, "sgd", "bad", "fits alone, but with attach takes 16.1 GB"),
-        (None, None, "adamw", "note", "28.8 GB; how much is free here is unknown"),
-    ],
+@cases(
+    # for 1 B parameters, training takes 20 GB, the shared weights 4, the residual 4, and
+    # messages 0.76; pinned beside a GPU, 4 GB take 2^32 bytes
+    (58 * GB, None, "adamw", "ok", "28.8 GB; a rank has 29 GB left"),
+    (56 * GB, None, "adamw", "bad", "fits alone, but with attach takes 28.8 GB"),
+    (39 * GB, None, "adamw", "bad", "20 GB; a rank has 19.5 GB left"),
+    (9 * GB, 25 * GB, "adamw", "ok", "24.8 GB on the device and 4.29 GB on the host"),
+    (18 * GB, 24 * GB, "adamw", "note", "20.8 GB on the device and 8.59 GB on the host"),
+    (17 * GB, 24 * GB, "adamw", "bad", "fits alone"),
+    (15 * GB, 24 * GB, "adamw", "bad", "fits alone"),
+    (900 * GB, 19 * GB, "adamw", "bad", "20 GB on the device and 0 B on the host"),
+    # training takes 12 GB, the residual 4 GB, and the selected hundredth of the entries 12
+    # bytes each
+    (33 * GB, None, "sgd", "ok", "16.1 GB; a rank has 16.5 GB left"),
+    (32 * GB, None, "sgd", "bad", "fits alone, but with attach takes 16.1 GB"),
+    (None, None, "adamw", "note", "28.8 GB; how much is free here is unknown"),
 )
 def test_a_model_is_compared_with_the_free_memory(memory, device, optimizer, level, words):
     found = check_memory(ranks_with(memory, device), GB, optimizer)
@@ -332,10 +289,8 @@ def test_the_rank_with_the_least_memory_counts():
     ranks = ranks_with(60 * GB)
     ranks[1] = dataclasses.replace(ranks[1], machine="another", memory=25 * GB)
     found = check_memory(ranks, GB, "adamw")
-    assert (found.level, found.what.split("; ")[1]) == (
-        "bad",
-        "a rank has 25 GB left, without activations",
-    )
+    assert found.level == "bad"
+    assert found.what.split("; ")[1] == "a rank has 25 GB left, without activations"
     mixed = [*ranks_with(60 * GB, 80 * GB), *ranks_with(60 * GB)]
     assert "unknown" in check_memory(mixed, GB, "adamw").what
 
@@ -345,13 +300,3 @@ def test_free_memory_is_read_from_linux():
     assert machine_facts.free_bytes("") is None
     if sys.platform == "linux":
         assert local_facts("zmq").memory > 10**6
-
-
-def test_the_doctor_refuses_a_size_and_an_optimizer_it_does_not_know(command):
-    for given, words in (
-        (["--model-size", "many"], "model"),
-        (["--model-size", "7e9", "--optimizer", "adam2"], "optimizer is 'adam2'"),
-        (["--optimizer", "sgd"], "give --model-size as well"),
-    ):
-        code, _, err = command("doctor", *given)
-        assert code == 2 and words in err

@@ -129,10 +129,6 @@ def test_an_error_closes_the_others():
 
 
 def test_together_returns_in_the_order_given():
-    async def value(x, *operations):
-        await awaits(*operations)
-        return x
-
     assert run(together([value(1, Manual(), Manual()), value(2), value(3, Manual())])) == [1, 2, 3]
     assert run(together([])) == []
 
@@ -193,8 +189,21 @@ def test_channels_in_flight_share_the_latency():
     assert slow == pytest.approx(12.0) and fast <= slow / 2
 
 
-def test_the_engine_flies_coroutines_and_fences_with_callables():
-    engine, seen = Engine("test"), []
+@pytest.fixture
+def engine():
+    engine = Engine("test")
+    yield engine
+    engine.close()
+
+
+async def value(x, *operations):
+    """Return a value after these operations."""
+    await awaits(*operations)
+    return x
+
+
+def test_the_engine_flies_coroutines_and_fences_with_callables(engine):
+    seen = []
 
     async def program(x):
         await Manual()
@@ -207,17 +216,9 @@ def test_the_engine_flies_coroutines_and_fences_with_callables():
     assert [f.result(timeout=SECONDS) for f in flying] == list(range(5))
     assert fence.result(timeout=SECONDS) == list(range(5))
     assert late.result(timeout=SECONDS) == 9
-    engine.close()
 
 
 # ---- jobs of the engine ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def engine():
-    engine = Engine("test")
-    yield engine
-    engine.close()
 
 
 def test_callables_run_one_at_a_time_in_the_order_given(engine):
@@ -246,33 +247,24 @@ def test_an_error_reaches_its_future_and_the_next_job_runs(engine, error):
 
 def test_a_coroutine_that_returns_a_failure_fails_alone(engine):
     error = ValueError("broken")
-
-    async def program(result):
-        await Manual()
-        return result
-
-    futures = [engine.submit(program(x)) for x in (0, Failure(error), 2)]
+    futures = [engine.submit(value(x, Manual())) for x in (0, Failure(error), 2)]
     assert [f.exception(timeout=SECONDS) for f in futures] == [None, error, None]
     assert [futures[0].result(), futures[2].result()] == [0, 2]
 
 
 def test_a_queued_job_cannot_be_withdrawn(engine):
     go = threading.Event()
-
-    async def program(x):
-        await Manual()
-        return x
-
     engine.submit(lambda: go.wait(SECONDS))
-    jobs = [engine.submit(program(0)), engine.submit(program(1)), engine.submit(lambda: 2)]
+    flying = [engine.submit(value(x, Manual())) for x in range(2)]
+    jobs = [*flying, engine.submit(lambda: 2)]
     assert [job.cancel() for job in jobs] == [False] * 3
     go.set()
     assert [job.result(timeout=SECONDS) for job in jobs] == [0, 1, 2]
 
 
-def test_an_engine_looks_at_few_coroutines_at_a_time(monkeypatch):
+def test_an_engine_looks_at_few_coroutines_at_a_time(engine, monkeypatch):
     monkeypatch.setattr(driver, "_MOST", 3)
-    engine, queued, flying, most = Engine("test"), threading.Event(), 0, []
+    queued, flying, most = threading.Event(), 0, []
 
     async def program():
         nonlocal flying
@@ -286,12 +278,11 @@ def test_an_engine_looks_at_few_coroutines_at_a_time(monkeypatch):
     queued.set()
     for future in futures:
         future.result(timeout=SECONDS)
-    engine.close()
     assert max(most) == 3
 
 
-def test_close_finishes_what_is_queued():
-    engine, release = Engine("test"), threading.Event()
+def test_close_finishes_what_is_queued(engine):
+    release = threading.Event()
     engine.submit(release.wait)
     last = engine.submit(lambda: "done")
     release.set()
@@ -300,8 +291,7 @@ def test_close_finishes_what_is_queued():
     assert not engine._thread.is_alive()
 
 
-def test_a_closed_engine_refuses_jobs():
-    engine = Engine("test")
+def test_a_closed_engine_refuses_jobs(engine):
     engine.close()
     with pytest.raises(ConfigurationError, match="closed"):
         engine.submit(lambda: None)
@@ -372,8 +362,8 @@ def test_close_ends_what_lasts_longer_than_its_patience():
     assert future.result(timeout=SECONDS) and comm.said == ["abort", "close"]
 
 
-def test_coroutines_in_flight_end_with_their_engine():
-    engine, begun = Engine("test"), threading.Event()
+def test_coroutines_in_flight_end_with_their_engine(engine):
+    begun = threading.Event()
 
     class Never(Manual):
         def poll(self, seconds):

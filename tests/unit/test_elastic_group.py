@@ -20,6 +20,7 @@ from sparsync.transports.zmq.curve import own_curve_keys
 pytest.importorskip("torchft")
 from sparsync.elastic import ElasticGroup
 from sparsync.elastic.copies import Source, fetch
+from tests.tables import cases
 
 RAW = Raw("value", variable=True)
 SECONDS = 15.0  # far more than any of these takes
@@ -75,20 +76,17 @@ def total(comm):
 # ---- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"transport": "mpi"}, r"transport is 'mpi'; give 'zmq', or 'torch' \(gloo\)"),
-        ({"transport": "torch", "curve_keys": "x"}, "curve_keys: .*gloo neither encrypts nor"),
-        ({"transport": "torch", "port_range": (9000, 9009)}, "port_range: for transport='zmq'"),
-        ({"curve_keys": "absent"}, "absent is missing; make keys for all"),
-        ({"curve_keys": "rank-9.key_secret"}, "rank-9.key_secret is missing; make keys"),
-        ({"curve_keys": "rank-1.key"}, "give all of them, and a .key_secret"),
-        ({"curve_keys": ""}, "has 4 secret keys; give this rank's own, as in curve_keys='.*secret"),
-        ({"transport": "zmq", "curve_keys": ""}, "curve_keys is ''; give the folder"),
-    ],
+@cases(
+    ({"transport": "mpi"}, r"transport is 'mpi'; give 'zmq', or 'torch' \(gloo\)"),
+    ({"transport": "torch", "curve_keys": "x"}, "curve_keys: .*gloo neither encrypts nor"),
+    ({"transport": "torch", "port_range": (9000, 9009)}, "port_range: for transport='zmq'"),
+    ({"curve_keys": "absent"}, "absent is missing; make keys for all"),
+    ({"curve_keys": "rank-9.key_secret"}, "rank-9.key_secret is missing; make keys"),
+    ({"curve_keys": "rank-1.key"}, "give all of them, and a .key_secret"),
+    ({"curve_keys": ""}, "has 4 secret keys; give this rank's own, as in curve_keys='.*secret"),
+    ({"transport": "zmq", "curve_keys": ""}, "curve_keys is ''; give the folder"),
 )
-def test_what_cannot_work_is_refused(make, keys, options, words):
+def test_what_cannot_work_is_refused(options, words, make, keys):
     if "transport" not in options:
         options = {"curve_keys": keys[0] / options["curve_keys"]}
     with pytest.raises(ConfigurationError, match=words):
@@ -121,20 +119,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "words"),
-    [
-        (
-            "zmq",
-            "torch",
-            r"the others use transport torch, this rank uses zmq\); give all the same transport=",
-        ),
-        ("keys", "zmq", "the others use transport zmq, this rank uses zmq with the keys "),
-        ("zmq", "keys", r"the others use transport zmq with the keys \w+, this rank uses zmq"),
-        ("keys", "more keys", r"with the keys (\w+), this rank uses zmq with the keys (?!\1)"),
-    ],
+@cases(
+    ("zmq", "torch", r"others use transport torch, this rank uses zmq\); give all the same transp"),
+    ("keys", "zmq", "the others use transport zmq, this rank uses zmq with the keys "),
+    ("zmq", "keys", r"the others use transport zmq with the keys \w+, this rank uses zmq"),
+    ("keys", "more keys", r"with the keys (\w+), this rank uses zmq with the keys (?!\1)"),
 )
-def test_who_does_not_fit_ends_and_the_others_go_on(make, keys, capsys, mine, theirs, words):
+def test_who_does_not_fit_ends_and_the_others_go_on(mine, theirs, words, make, keys, capsys):
     """The incompatible rank is the one that has not met any other rank yet."""
     group, other = make(**KINDS[mine](keys)), make(**KINDS[theirs](keys))
     group.reconfigure(told(other, group))

@@ -5,21 +5,19 @@ import sys
 import pytest
 
 from sparsync import errors
+from tests.tables import cases
 
 
-@pytest.mark.parametrize(
-    ("name", "parents"),
-    [
-        ("ConfigurationError", (ValueError,)),
-        ("WireFormatError", (ValueError,)),
-        ("CheckpointError", (OSError,)),
-        ("NonFiniteGradientError", (ArithmeticError,)),
-        ("CommunicationError", (RuntimeError,)),
-        ("PeerError", (errors.CommunicationError, RuntimeError)),
-        ("DisagreementError", (errors.PeerError,)),
-        ("DeadlineError", (errors.CommunicationError, TimeoutError)),
-        ("DeadlockError", (errors.CommunicationError,)),
-    ],
+@cases(
+    ("ConfigurationError", (ValueError,)),
+    ("WireFormatError", (ValueError,)),
+    ("CheckpointError", (OSError,)),
+    ("NonFiniteGradientError", (ArithmeticError,)),
+    ("CommunicationError", (RuntimeError,)),
+    ("PeerError", (errors.CommunicationError, RuntimeError)),
+    ("DisagreementError", (errors.PeerError,)),
+    ("DeadlineError", (errors.CommunicationError, TimeoutError)),
+    ("DeadlockError", (errors.CommunicationError,)),
 )
 def test_errors_are_caught_by_their_own_and_by_the_usual_names(name, parents):
     error = getattr(errors, name)
@@ -38,15 +36,11 @@ say("two")
 """
 
 
+LATER = [pytest.param(broken, marks=pytest.mark.slow) for broken in ("closed since", "full")]
+
+
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "closed",
-        "no reader",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("closed since", "full")),
-    ],
-)
+@cases("closed", "no reader", *LATER)
 def test_no_message_is_worth_a_job(broken):
     before = "import sys; sys.stderr.close()" if broken == "closed since" else ""
     reader, writer = os.pipe()

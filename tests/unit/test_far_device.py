@@ -131,37 +131,23 @@ ROWS = {
     **{f"codec {name}": partial(message, codec) for name, codec in CODECS.items()},
     **{f"selector {name}": partial(selections, make) for name, make in SELECTORS.items()},
     **{
-        f"engine {exchange}, {optimizer.__name__}": partial(
-            weights_after_training, optimizer, exchange
-        )
+        f"engine {exchange}, {kind.__name__}": partial(weights_after_training, kind, exchange)
         for exchange in ("gradients", "updates")
-        for optimizer in OPTIMIZERS
+        for kind in OPTIMIZERS
     },
 }
 
 
-@pytest.fixture(scope="module")
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+# the variants of an algorithm, whose names have commas, in `make test-slow` alone
+VARIANTS = {name for name in ROWS if name.startswith("preset") and "," in name}
+CASES = [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in ROWS]
 
 
 @pytest.mark.fast(60)
 @pytest.mark.filterwarnings("ignore:AdamW divides by its second moment")
-@pytest.mark.parametrize(
-    "compute",
-    # the variants of an algorithm, whose names have commas, in `make test-slow` alone
-    [
-        pytest.param(
-            row,
-            id=name,
-            marks=[pytest.mark.slow] if name.startswith("preset") and "," in name else [],
-        )
-        for name, row in ROWS.items()
-    ],
-)
-def test_the_device_and_the_cpu_compute_equal_bits(compute, alone):
+@pytest.mark.parametrize("name", CASES)
+def test_the_device_and_the_cpu_compute_equal_bits(name, alone):
+    compute = ROWS[name]
     expected = compute(torch.device("cpu"))
     # AdamW itself divides by numbers
     with far_device(reciprocals=torch.optim.AdamW not in compute.args):

@@ -17,23 +17,21 @@ from sparsync.fields import (
     common_facts,
 )
 from sparsync.transports.agree import digest
+from tests.tables import cases
 
 
-@pytest.mark.parametrize(
-    ("values", "least", "finite", "fits"),
-    [
-        (torch.tensor([-5]), 0.0, True, False),
-        (torch.tensor([3, 0]), 0.0, True, True),
-        (torch.tensor([-5]), -math.inf, True, True),
-        (torch.tensor([3, -1], dtype=torch.int8), 0.0, False, False),
-        (torch.tensor([0, 9], dtype=torch.uint16), 1.0, True, False),
-        (torch.tensor([], dtype=torch.int64), 0.0, True, True),
-        (torch.tensor([0.5, -0.5]), 0.0, True, False),
-        (torch.tensor([math.nan, -0.5]), 0.0, False, False),
-        (torch.tensor([math.nan, math.inf]), 0.0, False, True),
-        (torch.tensor([math.nan, 1.0]), 0.0, True, False),
-        (torch.tensor([1j * math.inf]), -math.inf, True, False),
-    ],
+@cases(
+    (torch.tensor([-5]), 0.0, True, False),
+    (torch.tensor([3, 0]), 0.0, True, True),
+    (torch.tensor([-5]), -math.inf, True, True),
+    (torch.tensor([3, -1], dtype=torch.int8), 0.0, False, False),
+    (torch.tensor([0, 9], dtype=torch.uint16), 1.0, True, False),
+    (torch.tensor([], dtype=torch.int64), 0.0, True, True),
+    (torch.tensor([0.5, -0.5]), 0.0, True, False),
+    (torch.tensor([math.nan, -0.5]), 0.0, False, False),
+    (torch.tensor([math.nan, math.inf]), 0.0, False, True),
+    (torch.tensor([math.nan, 1.0]), 0.0, True, False),
+    (torch.tensor([1j * math.inf]), -math.inf, True, False),
 )
 def test_no_value_is_below_the_least_whatever_its_dtype(values, least, finite, fits):
     kind = Values(tuple(values.shape), values.dtype, least, finite)

@@ -13,9 +13,8 @@ import pytest
 
 from sparsync.kernels.native import EXTENSION
 
-pytestmark = pytest.mark.skipif(
-    EXTENSION is None or sys.platform != "linux", reason="no native kernels, or not Linux"
-)
+MISSING = EXTENSION is None or sys.platform != "linux"
+pytestmark = pytest.mark.skipif(MISSING, reason="no native kernels, or not Linux")
 
 NETWORK = int(IPv4Address("10.77.0.0"))
 AT_ONCE = (1e9, 0.0, 0.0, 0.0, 1.0)  # bytes per second, delay, jitter, loss, queue in seconds
@@ -151,14 +150,8 @@ def test_nonsense_is_dropped():
     draw = random.Random(0)
     with forwarding([AT_ONCE] * 2, [AT_ONCE] * 2) as ends:
         good = frame(1, b"good")
-        for packet in (
-            b"x",
-            bytes(44),
-            frame(2),
-            frame(-1),
-            good[:40],
-            good[:22] + b"\x86\xdd" + good[24:],
-        ):
+        another = good[:22] + b"\x86\xdd" + good[24:]
+        for packet in (b"x", bytes(44), frame(2), frame(-1), good[:40], another):
             ends[0].send(packet)
         assert received(ends[1]) == []
         for size in range(200):  # segments with any header

@@ -12,16 +12,12 @@ import torch
 
 from sparsync import connect, simulate
 from sparsync.updates import OuterStep
+from tests.draws import seeded
+from tests.tables import cases
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MEASURED = {
-    "accuracy": 0.5,
-    "parameters": 1000,
-    "counted": "ledger",
-    "computation": 0.1,
-    "replicas_equal": True,
-    "seconds": 1.0,
-}
+MEASURED = {"accuracy": 0.5, "parameters": 1000, "counted": "ledger", "computation": 0.1}
+MEASURED |= {"replicas_equal": True, "seconds": 1.0}
 
 
 @pytest.fixture
@@ -45,14 +41,10 @@ def runs(part, monkeypatch):
         loss += 0.0 if dense else abs(run.knobs["momentum"] - 0.3)
         phase = {"steps": run.steps, "seconds": 2.0, "sent": 6000.0 if dense else 600.0}
         counted = {"counted": "kernel"} if run.lab else {}
-        return {
-            **MEASURED,
-            **counted,
-            "loss": None if run.lab else loss,
-            "curve": [] if run.lab else [[run.steps // 2, 3.0], [run.steps, loss]],
-            "dense": None,
-            "rest": phase | {"received": phase["sent"]},
-        }
+        curve = [[run.steps // 2, 3.0], [run.steps, loss]]
+        learnt = {"loss": None, "curve": []} if run.lab else {"loss": loss, "curve": curve}
+        rest = phase | {"received": phase["sent"]}
+        return {**MEASURED, **counted, **learnt, "dense": None, "rest": rest}
 
     monkeypatch.setattr(part("training").Run, "make", make)
     return made
@@ -117,21 +109,16 @@ def test_the_examples_of_the_benchmark(part):
 
 
 def test_one_bit_adam_begins_as_adamw(part):
-    kinds = {
-        "one bit": lambda p: part("onebit").OneBitAdam(
-            [{"params": p, "weight_decay": 0.1}], connect(), 5, 0.1, (0.9, 0.99), 256
-        ),
-        "torch": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.9, 0.99), weight_decay=0.1),
-    }
-    weights = {}
-    for name, make in kinds.items():
-        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 10))
-        optimizer, generator = make([parameter]), torch.Generator().manual_seed(1)
-        for _ in range(5):
-            parameter.grad = torch.randn(10, generator=generator)
-            optimizer.step()
-        weights[name] = parameter.detach()
-    assert torch.allclose(*weights.values(), atol=1e-6)
+    mine, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 10)) for _ in range(2))
+    (group, betas), generator = ({"params": [mine], "weight_decay": 0.1}, (0.9, 0.99)), seeded(1)
+    ours = part("onebit").OneBitAdam([group], connect(), 5, 0.1, betas, 256)
+    adamw = torch.optim.AdamW([theirs], lr=0.1, betas=betas, weight_decay=0.1)
+    for _ in range(5):
+        mine.grad = torch.randn(10, generator=generator)
+        theirs.grad = mine.grad.clone()
+        ours.step()
+        adamw.step()
+    assert torch.allclose(mine, theirs, atol=1e-6)
 
 
 def test_one_bit_adam_loses_no_momentum(part):
@@ -163,15 +150,12 @@ def test_rows_of_updates_have_settings_that_there_are(part):
 
 @pytest.mark.slow
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [
-        *((name, "adamw") for name in ("fp16", "powersgd-r2", "top-k", "1-bit-adam", "updates")),
-        ("demo", "sgd"),
-        *((name, "muon") for name in ("dense", "2bit-h10-overlap")),
-    ],
+@cases(
+    *((name, "adamw") for name in ("fp16", "powersgd-r2", "top-k", "1-bit-adam", "updates")),
+    ("demo", "sgd"),
+    *((name, "muon") for name in ("dense", "2bit-h10-overlap")),
 )
-def test_a_method_trains(part, name, optimizer):
+def test_a_method_trains(name, optimizer, part):
     method = part("methods").METHODS[name]
     row = part("training").Run("tiny", 12, 2, 2, name, optimizer, 8e-3, 1, method.untuned).make("")
     assert row.keys() >= MEASURED.keys() | {"loss", "curve", "dense", "rest"}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from sparsync.cli.launch import gather
 
@@ -22,25 +21,18 @@ class Hostile:
         return os.mkdir, ("reached",)
 
 
-@pytest.fixture
-def alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield tmp_path
-    dist.destroy_process_group()
-
-
 def test_plain_values_and_listed_classes_arrive(alone):
     assert gather({"a": [1, 2.5, "b"]}) == [{"a": [1, 2.5, "b"]}]
     assert gather(Report([1.0]), [Report]) == [Report([1.0])]
 
 
 @pytest.mark.parametrize("sent", [Hostile(), Report([1.0])])
-def test_nothing_else_is_made(alone, monkeypatch, sent):
+def test_nothing_else_is_made(alone, monkeypatch, tmp_path, sent):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "save", lambda _, file: file.write(saved(sent)))
     with pytest.raises(pickle.UnpicklingError):
         gather("whatever")
-    assert not (alone / "reached").exists()
+    assert not (tmp_path / "reached").exists()
 
 
 def saved(thing, save=torch.save):

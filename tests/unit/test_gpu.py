@@ -16,10 +16,8 @@ from sparsync.updates.fragments import rotate_
 from .strategies import palette
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks/gpu.py"
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+MISSING = not torch.cuda.is_available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(MISSING, reason="needs a CUDA device")]
 
 
 def results(device):
@@ -110,7 +108,6 @@ def test_the_run_can_be_rehearsed_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "rows.json").read_text())["parts"]
     assert all(part["rows"] and not part["failed"] for part in parts.values())
-    assert {"contracts", "one_rank", "attach", "nccl", "selection", "transfer", "updates"} == set(
-        parts
-    )
+    names = {"contracts", "one_rank", "attach", "nccl", "selection", "transfer", "updates"}
+    assert set(parts) == names
     assert (page.read_bytes() if page.exists() else None) == before

@@ -7,10 +7,12 @@ from sparsync.transports.sim import simulate
 from sparsync.updates import gradient_noise
 from sparsync.updates.gradient_noise import GradientNoise, correct, noise_of, with_moments
 from sparsync.updates.step_length import lengthen
+from tests.draws import noise, seeded
 
 from .far_device import FAR, far, far_device, waits
 
 GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+DECAYED = {"weight_decay": 0.1, "maximize": True}
 STEPS = 5
 
 
@@ -31,37 +33,37 @@ def trained(kind=torch.optim.AdamW, **options):
     return parameter, optimizer, before
 
 
+def corrected(optimizer, before, kept, options):
+    """Return the weights after a last step whose second moment has this share of the squares."""
+    ((_, state, _),) = with_moments(optimizer)
+    mean = state["exp_avg"] / (1 - 0.9**STEPS)
+    root = (state["exp_avg_sq"] / (1 - 0.99**STEPS) * kept).sqrt() + 1e-8
+    return before * (1 - 0.1 * options.get("weight_decay", 0)) - 0.1 * mean / root
+
+
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.6, 1.0, None])
-@pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.1, "maximize": True}, {"foreach": False}]
-)
+@pytest.mark.parametrize("options", [{}, DECAYED, {"foreach": False}])
 def test_a_corrected_step_is_that_of_the_averages_second_moment(share, options):
     """With 4 ranks, at least a fourth of the squares remains, even where a few samples suggest less."""
     parameter, optimizer, before = trained(**options)
-    ((_, state, _),) = with_moments(optimizer)
-    correct(optimizer, {} if share is None else {parameter: share}, 4)
     kept = 1.0 if share is None else max(share, 0.25)
-    mean = state["exp_avg"] / (1 - 0.9**STEPS)
-    root = (state["exp_avg_sq"] / (1 - 0.99**STEPS) * kept).sqrt() + 1e-8
-    expected = before * (1 - 0.1 * options.get("weight_decay", 0)) - 0.1 * mean / root
+    expected = corrected(optimizer, before, kept, options)
+    correct(optimizer, {} if share is None else {parameter: share}, 4)
     torch.testing.assert_close(parameter.detach(), expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}])
+@pytest.mark.parametrize("options", [{}, DECAYED])
 def test_the_step_of_each_row_has_its_own_length(options):
     parameter, optimizer, before = trained(**options)
-    ((_, state, _),) = with_moments(optimizer)
-    correct(optimizer, {parameter: torch.tensor([[0.1], [0.6], [1.0]])}, 4)
-    mean = state["exp_avg"] / (1 - 0.9**STEPS)
     kept = torch.tensor([[0.25], [0.6], [1.0]], dtype=torch.float64)
-    root = (state["exp_avg_sq"] / (1 - 0.99**STEPS) * kept).sqrt() + 1e-8
-    expected = before * (1 - 0.1 * options.get("weight_decay", 0)) - 0.1 * mean / root
+    expected = corrected(optimizer, before, kept, options)
+    correct(optimizer, {parameter: torch.tensor([[0.1], [0.6], [1.0]])}, 4)
     torch.testing.assert_close(parameter.detach(), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("shape", [(7, 300), (3, 1), (1, 5), (0, 4), (4, 0)])
 def test_rows_are_lengthened_alike_in_cpp_and_by_the_specification(shape):
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded(0)
     first, weights = (torch.randn(shape, generator=draw) for _ in range(2))
     second = first.square() * torch.rand(shape, generator=draw)
     factors = torch.linspace(0.3, 1.2, shape[0])[:, None]
@@ -74,20 +76,21 @@ def test_rows_are_lengthened_alike_in_cpp_and_by_the_specification(shape):
 
 
 def test_matrices_whose_rows_are_tokens_are_measured_by_rows():
+    def measured_of(model, *known):
+        """Return how many values are measured of a model, which ``noise_of`` may know or not."""
+        optimizer = torch.optim.AdamW(model.parameters())
+        return noise_of([optimizer], dict(model.named_parameters()), *known).values.numel()
+
     layers = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7), torch.nn.Linear(7, 7)
     model = torch.nn.Sequential(*layers)
-    optimizer, trained = torch.optim.AdamW(model.parameters()), dict(model.named_parameters())
-    assert noise_of([optimizer], trained, model).values.numel() == 66 * 5 + 2 * (7 + 7)
-    assert noise_of([optimizer], trained).values.numel() == 66 * 5
+    assert measured_of(model, model) == 66 * 5 + 2 * (7 + 7) and measured_of(model) == 66 * 5
     classes = torch.nn.Sequential(*layers[:2], torch.nn.Linear(7, 3))
-    optimizer, trained = torch.optim.AdamW(classes.parameters()), dict(classes.named_parameters())
-    assert noise_of([optimizer], trained, classes).values.numel() == 66 * 5 + 2 * 7
+    assert measured_of(classes, classes) == 66 * 5 + 2 * 7
     tied = torch.nn.Sequential(layers[0], torch.nn.Linear(4, 7, bias=False))
     tied[1].weight = layers[0].weight
-    optimizer, trained = torch.optim.AdamW(tied.parameters()), dict(tied.named_parameters())
-    assert noise_of([optimizer], trained, tied).values.numel() == 66 + 2 * 7
-    muon = torch.optim.Muon([model[0].weight]) if hasattr(torch.optim, "Muon") else None
-    if muon is not None:  # whose steps are measured, not gradients
+    assert measured_of(tied, tied) == 66 + 2 * 7
+    if hasattr(torch.optim, "Muon"):  # whose steps are measured, not gradients
+        muon = torch.optim.Muon([model[0].weight])
         assert noise_of([muon], dict(model.named_parameters()), model).values.numel() == 66
 
 
@@ -96,7 +99,7 @@ def test_what_a_later_group_will_hold_is_measured_from_the_start():
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW([model.weight])
     noise = noise_of([optimizer], dict(model.named_parameters()))
-    draw, ranks = torch.Generator().manual_seed(0), 2
+    draw, ranks = seeded(0), 2
     for step in range(60):
         if step == 20:
             optimizer.add_param_group({"params": [model.bias]})
@@ -182,17 +185,24 @@ def measured(gradients, exchanges, ranks=4, by_rows=()):
     return simulate(program, ranks).results
 
 
+def told_of(gradients, exchanges, shape):
+    """Return what is known after measurements of one parameter, from their saved state."""
+    (_, state), *_ = measured(gradients, exchanges)
+    told = GradientNoise({torch.nn.Parameter(torch.zeros(shape)): 0.99})
+    assert told.agreement is None
+    told.load_state_dict(state)
+    return told
+
+
 def test_the_share_is_what_averaging_leaves_of_the_squares():
     def gradients(rank, at):
-        own = torch.Generator().manual_seed(100 * at + rank)
-        common = torch.Generator().manual_seed(100 * at + 99)
-        noise, signal = (torch.randn(40, 50, generator=one) for one in (own, common))
+        own, signal = (noise(40, 50, seed=100 * at + one) for one in (rank, 99))
         return {
-            "noise": noise,
+            "noise": own,
             "signal": signal,
             # a part that all ranks share is not noise, even if its sign changes on every step
             "turns": torch.full((30,), (-1.0) ** at),
-            "both": noise + signal,
+            "both": own + signal,
             "none": torch.zeros(3),
             "empty": torch.zeros(0),
             "scalar": torch.tensor(1.0),
@@ -211,8 +221,7 @@ def test_rows_of_an_embedding_have_shares_of_their_own():
     """A rare token's gradients are on one rank at a time, and a common one's on all."""
 
     def gradients(rank, at):
-        draw = torch.Generator().manual_seed(100 * at + rank)
-        table = torch.randn(5, 64, generator=draw)
+        table = noise(5, 64, seed=100 * at + rank)
         table[0] *= at % 4 == rank  # rare
         table[1] = 1.0  # common
         table[3] = 0.0  # never seen
@@ -249,48 +258,41 @@ def test_a_rank_with_infinite_gradients_takes_no_part_in_a_measurement():
 def test_measurements_go_on_from_a_saved_state():
     parameters = {"a": torch.nn.Parameter(torch.ones(300))}
     first, second = (GradientNoise({parameters["a"]: 0.99}) for _ in range(2))
-    for at, noise in enumerate((first, first, second, second)):
+    for at, its in enumerate((first, first, second, second)):
         if at == 2:
             second.load_state_dict(first.state_dict())
             assert second.shares == first.shares != {}
         parameters["a"].grad = torch.arange(300.0) + at
-        noise.sample(at)
-        noise.values *= 0.5 + 0.1 * at
-        noise.measure()
+        its.sample(at)
+        its.values *= 0.5 + 0.1 * at
+        its.measure()
     assert second.state_dict()["measured"] == 4 and 0 < second.shares[parameters["a"]] < 1
 
 
 @pytest.mark.fast(4)
-@pytest.mark.parametrize(("apart", "noise"), [(0.0, 1.0), (0.0, 30.0), (1.0, 1.0), (3.0, 10.0)])
-def test_agreement_tells_data_that_differ_from_noise(apart, noise):
+@pytest.mark.parametrize(("apart", "noisy"), [(0.0, 1.0), (0.0, 30.0), (1.0, 1.0), (3.0, 10.0)])
+def test_agreement_tells_data_that_differ_from_noise(apart, noisy):
     """Gradients consist of a common part of unit size, persistent differences, and noise."""
-    own = torch.randn(4, 40, 50, generator=torch.Generator().manual_seed(1))
+    own = noise(4, 40, 50, seed=1)
     own -= own.mean(0)
     own /= own.square().mean().sqrt()
-    common = torch.randn(40, 50, generator=torch.Generator().manual_seed(2))
 
     def gradients(rank, at):
-        draw = torch.Generator().manual_seed(100 * at + rank)
-        return {"w": common + apart * own[rank] + noise * torch.randn(40, 50, generator=draw)}
+        drawn = noise(40, 50, seed=100 * at + rank)
+        return {"w": noise(40, 50, seed=2) + apart * own[rank] + noisy * drawn}
 
-    (_, state), *_ = measured(gradients, 80)
-    told = GradientNoise({torch.nn.Parameter(torch.zeros(40, 50)): 0.99})
-    assert told.agreement is None
-    told.load_state_dict(state)
-    assert told.agreement == pytest.approx(1 / (1 + apart**2), abs=0.15)
+    assert told_of(gradients, 80, (40, 50)).agreement == pytest.approx(1 / (1 + apart**2), abs=0.15)
 
 
 def test_a_few_large_gradients_are_no_sign_of_data_that_differ():
     """Ranks draw gradients of very unequal size, so a single pair decides what seems to last."""
 
     def gradients(rank, at):
-        draw = torch.Generator().manual_seed(4_000_021 + 1000 * at + rank)
-        size, noise = (2 * torch.randn((), generator=draw)).exp(), torch.randn(9, 8, generator=draw)
-        return {"w": 0.5 + size * noise}
+        draw = seeded(4_000_021 + 1000 * at + rank)
+        size = (2 * torch.randn((), generator=draw)).exp()
+        return {"w": 0.5 + size * torch.randn(9, 8, generator=draw)}
 
-    (_, state), *_ = measured(gradients, 100)
-    told = GradientNoise({torch.nn.Parameter(torch.zeros(9, 8)): 0.99})
-    told.load_state_dict(state)
+    told = told_of(gradients, 100, (9, 8))
     _, apart, differing, _ = told._lasting
     assert apart > 0.1 * differing
     assert told.agreement == 1
@@ -298,14 +300,9 @@ def test_a_few_large_gradients_are_no_sign_of_data_that_differ():
 
 def test_ranks_with_the_same_data_agree_whatever_lasts():
     """Gradients change their sign between measurements, so nothing lasts but what roundoff leaves."""
-    common = torch.randn(40, 50, generator=torch.Generator().manual_seed(2))
-
-    def gradients(_rank, at):
-        return {"w": common * (-1) ** at * (1 + 0.1 * at)}
-
-    (_, state), *_ = measured(gradients, 80)
-    told = GradientNoise({torch.nn.Parameter(torch.zeros(40, 50)): 0.99})
-    told.load_state_dict(state)
+    told = told_of(
+        lambda _, at: {"w": noise(40, 50, seed=2) * (-1) ** at * (1 + 0.1 * at)}, 80, (40, 50)
+    )
     assert told._lasting[0] < 0 < told._lasting[1]
     assert told.agreement == 1
 
@@ -329,14 +326,10 @@ def test_steps_are_corrected_together_as_often_as_a_parameter_was_stepped():
             parameter.grad = None if rests else torch.randn_like(parameter) + 1
         optimizer.step()
         if step == 10:  # as after a load: nothing is known but that there were four steps
-            counts = {parameter: (torch.ones(()), 7.0) for parameter in parameters[::2]} | {
-                parameters[1]: counts[parameters[1]]
-            }
+            counts |= {parameter: (torch.ones(()), 7.0) for parameter in parameters[::2]}
         if step in expected:
-            ends = [
-                end(*of) if of[1] else of[0].detach().clone()
-                for of in zip(parameters, expected[step], strict=True)
-            ]
+            pairs = zip(parameters, expected[step], strict=True)
+            ends = [end(p, times) if times else p.detach().clone() for p, times in pairs]
             steps = 4 if step == 10 else 2
             correct(optimizer, dict.fromkeys(parameters, 0.25), 4, counts, steps)
             for parameter, its in zip(parameters, ends, strict=True):
@@ -350,9 +343,8 @@ def test_rates_and_counts_on_a_device_are_read_once():
     def corrected(device):
         there = far if device == FAR else torch.clone
         parameters = [torch.nn.Parameter(there(one)) for one in given[:2]]
-        groups = [
-            {"params": [p], "lr": there(torch.tensor(0.1 + n))} for n, p in enumerate(parameters)
-        ]
+        rates = [there(torch.tensor(0.1 + n)) for n in range(2)]
+        groups = [{"params": [p], "lr": r} for p, r in zip(parameters, rates, strict=True)]
         optimizer = torch.optim.AdamW(groups, foreach=False, betas=(0.9, 0.99))
         for parameter in parameters:
             parameter.grad = there(given[0])

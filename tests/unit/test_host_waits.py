@@ -69,15 +69,8 @@ def of_updates(monkeypatch):
     with far_device():
         for steps in (FIRST, STEPS):
             waits.clear()
-            train_updates(
-                make_model,
-                make_optimizer,
-                loss_of,
-                lambda _: 1e-3,
-                steps,
-                ranks=RANKS,
-                settings=settings,
-            )
+            given = make_model, make_optimizer, loss_of, lambda _: 1e-3, steps
+            train_updates(*given, ranks=RANKS, settings=settings)
             counts.append(Counter(waits))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipped)
     more = counts[1] - counts[0]
@@ -106,14 +99,8 @@ def test_what_makes_the_host_wait_is_counted():
         doubled[doubled > 0]
         torch.nonzero(doubled)
         doubled[:2].tolist()
-    assert waits == {
-        "_local_scalar_dense": 2,
-        "copy to the host": 1,
-        "copy to the device": 1,
-        "index by a mask": 1,
-        "nonzero": 1,
-        "tolist": 1,
-    }
+    once = "copy to the host", "copy to the device", "index by a mask", "nonzero", "tolist"
+    assert waits == {"_local_scalar_dense": 2, **dict.fromkeys(once, 1)}
 
 
 @pytest.mark.fast(10)

@@ -18,12 +18,8 @@ from sparsync.transports.interfaces import (
     selected,
     usual_address,
 )
-from sparsync.transports.rendezvous import (
-    GlooPlace,
-    check_places,
-    choose_interface,
-    way_to,
-)
+from sparsync.transports.rendezvous import GlooPlace, check_places, choose_interface, way_to
+from tests.tables import cases, refused
 
 LO = Interface("lo", ("127.0.0.1", "::1"))
 ETH0 = Interface("eth0", ("10.0.0.5", "fd00::5", "fe80::5%eth0"))
@@ -34,38 +30,32 @@ DOWN = Interface("wlan0")
 CARDS = [LO, ETH0, ETH10, IB0, DOCKER0, DOWN]
 
 
-@pytest.mark.parametrize(
-    ("value", "names"),
-    [
-        ("eth0", ["eth0"]),
-        ("ib0,eth0", ["ib0", "eth0"]),
-        (" eth0 , eth0 ,", ["eth0"]),
-        ("eth", ["eth0", "eth10"]),
-        ("=eth0", ["eth0"]),
-        ("^lo,docker0", ["eth0", "eth10", "ib0"]),
-        ("^docker", ["eth0", "eth10", "ib0"]),
-        ("^=eth0,nothing", ["eth10", "ib0", "docker0"]),
-        ("10.0.0.5", ["eth0"]),
-        ("fd00:0::5", ["eth0"]),
-        ("[fd01::7]", ["ib0"]),
-        ("fe80::5%eth0", ["eth0"]),
-        ("127.0.0.1", ["lo"]),
-        ("lo", ["lo"]),
-    ],
+@cases(
+    ("eth0", ["eth0"]),
+    ("ib0,eth0", ["ib0", "eth0"]),
+    (" eth0 , eth0 ,", ["eth0"]),
+    ("eth", ["eth0", "eth10"]),
+    ("=eth0", ["eth0"]),
+    ("^lo,docker0", ["eth0", "eth10", "ib0"]),
+    ("^docker", ["eth0", "eth10", "ib0"]),
+    ("^=eth0,nothing", ["eth10", "ib0", "docker0"]),
+    ("10.0.0.5", ["eth0"]),
+    ("fd00:0::5", ["eth0"]),
+    ("[fd01::7]", ["ib0"]),
+    ("fe80::5%eth0", ["eth0"]),
+    ("127.0.0.1", ["lo"]),
+    ("lo", ["lo"]),
 )
 def test_every_form_of_the_variable_selects(value, names):
     assert [one.name for one in selected(value, CARDS)] == names
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("eth1", "'eth1' is not an interface of "),
-        ("eth0,nope0", "'nope0' is not an interface of "),
-        ("10.0.0.6", "'10.0.0.6' is not an interface of "),
-        (",", "',' is not an interface of "),
-        ("^eth,ib,docker,lo", "leaves no interface of "),
-    ],
+@cases(
+    ("eth1", "'eth1' is not an interface of "),
+    ("eth0,nope0", "'nope0' is not an interface of "),
+    ("10.0.0.6", "'10.0.0.6' is not an interface of "),
+    (",", "',' is not an interface of "),
+    ("^eth,ib,docker,lo", "leaves no interface of "),
 )
 def test_what_selects_nothing_is_one_line_with_the_variable_and_all_interfaces(value, words):
     with pytest.raises(ConfigurationError) as caught:
@@ -103,19 +93,14 @@ def cards(monkeypatch):
 
 
 def test_zmq_binds_an_address_of_what_the_variable_selects(cards):
-    for value, address in (
-        ("^lo,docker0", "10.0.0.5"),
-        ("ib0", "fd01::7"),
-        ("docker0,eth0", "172.17.0.1"),
-        ("lo,eth0", "127.0.0.1"),
-    ):
+    of_values = {"^lo,docker0": "10.0.0.5", "ib0": "fd01::7"}
+    of_values |= {"docker0,eth0": "172.17.0.1", "lo,eth0": "127.0.0.1"}
+    for value, address in of_values.items():
         cards.setenv("GLOO_SOCKET_IFNAME", value)
         assert choose_interface(None, HashStore()) == address
     assert choose_interface("eth9", HashStore()) == "eth9"  # an argument decides
     cards.setenv("GLOO_SOCKET_IFNAME", "wlan0")
-    with pytest.raises(
-        ConfigurationError, match="is 'wlan0', which has no address; give one of lo"
-    ):
+    with refused("is 'wlan0', which has no address; give one of lo"):
         choose_interface(None, HashStore())
 
 
@@ -185,25 +170,21 @@ def place(network, *own, near=False, far="", beyond=""):
     return GlooPlace("here", near, None, far, "the interfaces", network, own, beyond)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        (place("a", "fd00::1"), place("b", "10.0.0.2"), "gloo connects addresses of one family"),
-        # even on one network, gloo uses one address family
-        (place("a", "fd00::1"), place("a", "10.0.0.2"), "gloo connects addresses of one family"),
-        (
-            place("a", "10.0.0.1", "10.1.0.1"),
-            place("b", "10.0.0.2"),
-            "gloo connects equal numbers of interfaces only",
-        ),
-        (place("a", "172.17.0.1"), place("b", "172.17.0.1"), "would both listen at 172.17.0.1,"),
-        (place("a", "10.0.0.1"), place("b", "127.0.0.1", near=True), "rank 3 would listen at here"),
-        (
-            place("a", "127.0.1.1", near=True, far="eth0", beyond="10.0.0.1"),
-            place("b", "fd00::1"),
-            "rank 1 would listen at 10.0.0.1 (IPv4), rank 3 at fd00::1 (IPv6)",
-        ),
-    ],
+DEBIAN = place("a", "127.0.1.1", near=True, far="eth0", beyond="10.0.0.1")
+
+
+@cases(
+    (place("a", "fd00::1"), place("b", "10.0.0.2"), "gloo connects addresses of one family"),
+    # even on one network, gloo uses one address family
+    (place("a", "fd00::1"), place("a", "10.0.0.2"), "gloo connects addresses of one family"),
+    (
+        place("a", "10.0.0.1", "10.1.0.1"),
+        place("b", "10.0.0.2"),
+        "connects equal numbers of interf",
+    ),
+    (place("a", "172.17.0.1"), place("b", "172.17.0.1"), "would both listen at 172.17.0.1,"),
+    (place("a", "10.0.0.1"), place("b", "127.0.0.1", near=True), "rank 3 would listen at here"),
+    (DEBIAN, place("b", "fd00::1"), "would listen at 10.0.0.1 (IPv4), rank 3 at fd00::1 (IPv6)"),
 )
 def test_places_that_gloo_cannot_connect_are_one_line(first, second, words):
     with pytest.raises(ConfigurationError) as caught:

@@ -21,86 +21,62 @@ from sparsync.transports.launchers import (
     slurm_port,
 )
 from tests.fresh import run_python
+from tests.tables import cases, refused, refuses
 
 ROOT = Path(__file__).parents[2]
 SBATCH = ROOT / "examples" / "slurm.sbatch"
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "6",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "PMIX_RANK": "5",
-}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "PMIX_RANK": "5"}
+OPEN_MPI["OMPI_COMM_WORLD_LOCAL_RANK"] = "1"
 MVAPICH = {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}
-SLURM = {
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODELIST": "node[003-005,9]",
-    "SLURM_JOB_ID": "77",
-}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
+SLURM["SLURM_NODELIST"] = "node[003-005,9]"
+IN_STEP = {**SLURM, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node9"}
+SCRIPT = {**SLURM, "SLURM_SUBMIT_DIR": "/"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, None),
-        ({"RANK": "1"}, None),
-        (TORCHRUN, Placement(1, 3, 1, "a", "torchrun")),
-        (MPICH, Placement(2, 4, 0, None, "mpi")),
-        (OPEN_MPI, Placement(5, 6, 1, None, "mpi")),
-        (MVAPICH, Placement(0, 2, 0, None, "mpi")),
-        (SLURM, Placement(3, 8, 1, "node003", "slurm")),
-        # a step with fewer tasks than the job, on other hosts
-        (
-            {**SLURM, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node9"},
-            Placement(3, 4, 1, "node9", "slurm"),
-        ),
-        ({**SLURM, "PMIX_RANK": "2"}, Placement(2, 8, 1, "node003", "mpi")),
-        ({**SLURM, "MASTER_ADDR": "b"}, Placement(3, 8, 1, "b", "slurm")),
-        # one launcher inside another: the inner one takes precedence
-        ({**SLURM, **MPICH}, Placement(2, 4, 0, "node003", "mpi")),
-        ({**SLURM, **MPICH, **TORCHRUN}, Placement(1, 3, 1, "a", "torchrun")),
-        # the batch script itself, and what srun starts in it
-        ({**SLURM, "SLURM_SUBMIT_DIR": "/"}, None),
-        (
-            {**SLURM, "SLURM_SUBMIT_DIR": "/", "SLURM_STEP_ID": "0"},
-            Placement(3, 8, 1, "node003", "slurm"),
-        ),
-    ],
+@cases(
+    ({}, None),
+    ({"RANK": "1"}, None),
+    (TORCHRUN, Placement(1, 3, 1, "a", "torchrun")),
+    (MPICH, Placement(2, 4, 0, None, "mpi")),
+    (OPEN_MPI, Placement(5, 6, 1, None, "mpi")),
+    (MVAPICH, Placement(0, 2, 0, None, "mpi")),
+    (SLURM, Placement(3, 8, 1, "node003", "slurm")),
+    # a step with fewer tasks than the job, on other hosts
+    (IN_STEP, Placement(3, 4, 1, "node9", "slurm")),
+    ({**SLURM, "PMIX_RANK": "2"}, Placement(2, 8, 1, "node003", "mpi")),
+    ({**SLURM, "MASTER_ADDR": "b"}, Placement(3, 8, 1, "b", "slurm")),
+    # one launcher inside another: the inner one takes precedence
+    ({**SLURM, **MPICH}, Placement(2, 4, 0, "node003", "mpi")),
+    ({**SLURM, **MPICH, **TORCHRUN}, Placement(1, 3, 1, "a", "torchrun")),
+    # the batch script itself, and what srun starts in it
+    (SCRIPT, None),
+    ({**SCRIPT, "SLURM_STEP_ID": "0"}, Placement(3, 8, 1, "node003", "slurm")),
 )
 def test_detect(environ, expected):
     assert detect(environ) == expected
 
 
-@pytest.mark.parametrize(
-    ("environ", "words"),
-    [
-        ({**MPICH, "PMI_RANK": "4"}, "PMI_RANK=4 and PMI_SIZE=4 make no sense"),
-        ({**MPICH, "PMI_SIZE": "many"}, "PMI_SIZE is 'many'"),
-        ({**SLURM, "SLURM_NODELIST": "node[3"}, "SLURM_NODELIST is 'node[3'"),
-    ],
+@refuses(
+    ({**MPICH, "PMI_RANK": "4"}, "PMI_RANK=4 and PMI_SIZE=4 make no sense"),
+    ({**MPICH, "PMI_SIZE": "many"}, "PMI_SIZE is 'many'"),
+    ({**SLURM, "SLURM_NODELIST": "node[3"}, r"SLURM_NODELIST is 'node\[3'"),
 )
-def test_detect_refuses_what_makes_no_sense(environ, words):
-    with pytest.raises(ConfigurationError) as caught:
-        detect(environ)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_detect_refuses_what_makes_no_sense(environ):
+    detect(environ)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node1", "node1"),
-        ("node[003-005,9]", "node003"),
-        ("node[9,003-005]", "node9"),
-        ("gpu-a[1-2]-ib,login", "gpu-a1-ib"),
-        ("rack[1-2]node[07-08,10]", "rack1node07"),
-        ("a,b[1-2]", "a"),
-        ("host.example.org", "host.example.org"),
-    ],
+@cases(
+    ("node1", "node1"),
+    ("node[003-005,9]", "node003"),
+    ("node[9,003-005]", "node9"),
+    ("gpu-a[1-2]-ib,login", "gpu-a1-ib"),
+    ("rack[1-2]node[07-08,10]", "rack1node07"),
+    ("a,b[1-2]", "a"),
+    ("host.example.org", "host.example.org"),
 )
 def test_first_host(nodes, first):
     assert first_host(nodes) == first
@@ -113,9 +89,8 @@ def test_first_host_refuses(nodes):
 
 
 def test_the_port_is_equal_in_a_step_and_another_in_the_next_job():
-    ports = [
-        slurm_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}) for job in range(500, 600)
-    ]
+    jobs = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"} for job in range(500, 600)]
+    ports = [*map(slurm_port, jobs)]
     assert len(set(ports)) == 100
     assert all(1024 < port < 32768 for port in ports)  # none that the system gives out
 
@@ -126,9 +101,8 @@ def test_the_port_is_equal_in_a_step_and_another_in_the_next_job():
 def test_no_launcher(monkeypatch):
     for name in {**TORCHRUN, **MPICH, **OPEN_MPI, **MVAPICH, **SLURM}:
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigurationError, match="torchrun, mpiexec or srun") as caught:
+    with refused("torchrun, mpiexec or srun"):
         init_process_group()
-    assert "\n" not in str(caught.value)
 
 
 def test_an_mpi_that_is_missing_is_named_with_what_to_install(monkeypatch):
@@ -136,11 +110,8 @@ def test_an_mpi_that_is_missing_is_named_with_what_to_install(monkeypatch):
         raise RuntimeError("cannot load MPI library\nlibmpi.so.12: no such file")
 
     monkeypatch.setattr(mpi.importlib, "import_module", missing)
-    with pytest.raises(ConfigurationError) as caught:
+    with refused("pip install 'sparsync[mpi]'", "cannot load MPI library"):
         connect_mpi()
-    assert "pip install 'sparsync[mpi]'" in str(caught.value)
-    assert "cannot load MPI library" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_ranks_that_cannot_know_where_rank_0_is(monkeypatch):
@@ -148,9 +119,8 @@ def test_ranks_that_cannot_know_where_rank_0_is(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "somewhere")
-    with pytest.raises(ConfigurationError, match="set MASTER_ADDR and MASTER_PORT") as caught:
+    with refused("set MASTER_ADDR and MASTER_PORT"):
         init_process_group()
-    assert "\n" not in str(caught.value)
 
 
 # ---- the Slurm example -----------------------------------------------------------------------------
@@ -202,15 +172,11 @@ def test_the_batch_script_trains_under_srun(tmp_path):
     srun.write_text(FAKE_SRUN.format(python=sys.executable))
     srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "VIRTUAL_ENV"))}
-    environ |= {
-        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "SLURM_PROCID": "0",  # as sbatch sets it in the script
-        "SLURM_NTASKS": "2",
-        "SLURM_NODELIST": "127.0.0.1",
-        "SLURM_JOB_ID": free_job(),
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_CPUS_PER_TASK": "1",
-    }
+    environ["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    # as sbatch sets them in the script
+    environ |= {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODELIST": "127.0.0.1"}
+    environ |= {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_CPUS_PER_TASK": "1"}
+    environ["SLURM_JOB_ID"] = free_job()
     script = tmp_path / "slurm_script"  # Slurm runs a copy
     script.write_text(SBATCH.read_text())
     command = ["bash", script, "--steps", "12", "--transport", "torch", "--timeout", "60"]

@@ -53,13 +53,9 @@ def test_what_is_sent_outside_of_steps_counts_for_none():
 
 
 def test_traffic_as_plain_numbers():
-    assert Traffic(3, 4, 1, 2, Parts(1, 0, 2)).as_dict() == {
-        "sent": 3,
-        "received": 4,
-        "messages_sent": 1,
-        "messages_received": 2,
-        "sent_parts": {"header": 1, "index": 0, "value": 2, "control": 0},
-    }
+    parts = {"header": 1, "index": 0, "value": 2, "control": 0}
+    counts = {"sent": 3, "received": 4, "messages_sent": 1, "messages_received": 2}
+    assert Traffic(3, 4, 1, 2, Parts(1, 0, 2)).as_dict() == {**counts, "sent_parts": parts}
 
 
 def test_time_that_another_thread_books_is_not_taken_from_a_stage():
@@ -92,12 +88,10 @@ def test_several_cuts_messages_apart_and_measures_them_whatever_follows(counts, 
     payload = torch.cat([*messages, torch.empty(0, dtype=torch.uint8)])
     capacities = [m.numel() + 40 for m in messages]
     several = Several(MessageFraming(Coo()), capacities)
-    blocks = several.cut(payload)
-    assert all(torch.equal(b, m) for b, m in zip(blocks, messages, strict=True))
+    assert all(torch.equal(b, m) for b, m in zip(several.cut(payload), messages, strict=True))
     garbage = torch.full((rest,), 0xFF, dtype=torch.uint8)
     assert several.length(torch.cat([payload, garbage])) == sum(m.numel() for m in messages)
-    parts = several.parts(payload)
-    assert parts == Parts(8 * len(counts), 4 * sum(counts), 4 * sum(counts))
+    assert several.parts(payload) == Parts(8 * len(counts), 4 * sum(counts), 4 * sum(counts))
 
 
 def test_several_fixed_blocks_are_cut_by_capacity():

@@ -1,6 +1,7 @@
 """Compare linear solvers with derivatives, dense steps, a single rank and the optimum."""
 
 import re
+from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.sparse import csr_matrix
 
-from sparsync import ConfigurationError, simulate
+from sparsync import simulate
 from sparsync.errors import DisagreementError, PeerError
 from sparsync.published.sparcml.linear.problem import (
     LOSSES,
@@ -26,6 +27,7 @@ from sparsync.published.sparcml.presets import EXCHANGES
 from sparsync.sparse import DenseVector, SparseVector
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.wire.packed import Packed
+from tests.tables import cases, refuses
 from tests.unit.linear_problems import make_data, make_problem, sgd, shares, train
 
 DATA = make_data()
@@ -51,15 +53,14 @@ def test_the_gradient_is_autograds():
         assert gradient.check().nnz < problem.dimensions + 1  # as sparse as the data
 
 
+FIVE = st.lists(st.floats(-2, 2), min_size=5, max_size=5)
+PENALTIES = {"l1": st.sampled_from([0.0, 0.01, 0.3]), "l2": st.sampled_from([0.0, 0.1, 0.95, 2.0])}
+
+
 @given(
-    steps=st.lists(
-        st.tuples(st.lists(st.floats(-2, 2), min_size=5, max_size=5), st.floats(0.01, 1)),
-        min_size=1,
-        max_size=30,
-    ),
-    l1=st.sampled_from([0.0, 0.01, 0.3]),
-    l2=st.sampled_from([0.0, 0.1, 0.95, 2.0]),
+    steps=st.lists(st.tuples(FIVE, st.floats(0.01, 1)), min_size=1, max_size=30),
     smallest_scale=st.sampled_from([1e-3, 0.5]),
+    **PENALTIES,
 )
 def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
     """Zeros in a gradient are not stored, but their weights must still decay and shrink."""
@@ -76,16 +77,7 @@ def test_lazy_steps_equal_dense_ones(steps, l1, l2, smallest_scale):
         assert lazy.intercept == pytest.approx(intercept)
 
 
-@given(
-    steps=st.lists(
-        st.lists(st.floats(-2, 2), min_size=5, max_size=5),
-        min_size=1,
-        max_size=30,
-    ),
-    lr=st.floats(0.01, 3),
-    l1=st.sampled_from([0.0, 0.01, 0.3]),
-    l2=st.sampled_from([0.0, 0.1, 0.95, 2.0]),
-)
+@given(steps=st.lists(FIVE, min_size=1, max_size=30), lr=st.floats(0.01, 3), **PENALTIES)
 def test_adaptive_steps_equal_dense_ones(steps, lr, l1, l2):
     """With proximal AdaGrad, weights that no gradient reaches must still decay and shrink."""
     dense, squares = np.zeros(4), np.zeros(5)
@@ -113,9 +105,7 @@ def test_the_usual_rate_does_not_depend_on_the_units_of_the_features():
     np.testing.assert_allclose(*scores, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("rows", "world_size", "batch", "steps"), [(60, 1, 1, 60), (1200, 3, 4, 100), (900, 3, 3, 100)]
-)
+@cases((60, 1, 1, 60), (1200, 3, 4, 100), (900, 3, 3, 100))
 def test_a_small_data_set_has_at_least_a_hundred_steps_an_epoch(rows, world_size, batch, steps):
     data = make_data(rows)
 
@@ -174,12 +164,9 @@ def test_ranks_do_what_one_rank_does_with_the_united_batch(world_size, model, sc
     alone = DATA[0][united], DATA[1][united]
     penalty = {"l2": 0.01, "l1": 0.002}
 
-    def solver(batch_size):
-        options = {"batch_size": batch_size, "shuffle": False, "schedule": schedule}
-        return lambda comm, problem: sgd(comm, problem, **options)
-
-    many = train(solver(batch), parts, model=model, **penalty)
-    one = train(solver(batch * world_size), [alone], model=model, **penalty)
+    solver = partial(sgd, shuffle=False, schedule=schedule)
+    many = train(partial(solver, batch_size=batch), parts, model=model, **penalty)
+    one = train(partial(solver, batch_size=batch * world_size), [alone], model=model, **penalty)
     np.testing.assert_allclose(many[0], one[0], rtol=1e-10)
     np.testing.assert_allclose(many[1], one[1], atol=1e-10)
     assert many[2] == pytest.approx(one[2], rel=1e-8)
@@ -190,12 +177,8 @@ def test_ranks_do_what_one_rank_does_with_the_united_batch(world_size, model, sc
 @pytest.mark.parametrize("exchange", sorted(set(EXCHANGES) - {"dense"}))
 def test_a_sparse_exchange_has_the_dense_ones_loss_curve(exchange, schedule):
     def curve(name):
-        return train(
-            lambda comm, problem: sgd(comm, problem, name, batch_size=5, schedule=schedule),
-            shares(DATA, 3),
-            dtype=np.float32,
-            l2=0.01,
-        )[0]
+        make = partial(sgd, exchange=name, batch_size=5, schedule=schedule)
+        return train(make, shares(DATA, 3), dtype=np.float32, l2=0.01)[0]
 
     dense = curve("dense")
     assert dense[-1] < 0.85 * dense[0]
@@ -204,8 +187,7 @@ def test_a_sparse_exchange_has_the_dense_ones_loss_curve(exchange, schedule):
 
 def test_l1_makes_exact_zeros():
     def zeros(l1):
-        parts = shares(DATA, 2)
-        weights = train(lambda c, p: sgd(c, p, batch_size=10), parts, 20, l1=l1)[1]
+        weights = train(lambda c, p: sgd(c, p, batch_size=10), shares(DATA, 2), 20, l1=l1)[1]
         return int((weights[:-3] == 0).sum())  # the last three columns are empty
 
     assert zeros(0.0) == 0
@@ -240,8 +222,7 @@ def test_totals_are_applied_exactly_that_many_steps_late(staleness):
     options["schedule"] = "constant"
     late = train(lambda c, p: sgd(c, p, **options), [DATA], 1, intercept=False)
     np.testing.assert_allclose(late[1], models[-1], atol=1e-12)
-    parts = shares(DATA, 3)
-    parallel = train(lambda c, p: sgd(c, p, **options), parts, 5, intercept=False)
+    parallel = train(lambda c, p: sgd(c, p, **options), shares(DATA, 3), 5, intercept=False)
     assert parallel[0][-1] < parallel[0][0]
 
 
@@ -263,17 +244,11 @@ def test_ranks_that_disagree_are_named():
             simulate(program, 3)
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ({"solver": Scd}, "solver: rank 0 has sgd, rank 2 has scd"),
-        ({"exchange": "dense"}, "exchange: rank 0 has ring, rank 2 has dense"),
-        ({"epochs": 4}, "epochs: rank 0 has 3, rank 2 has 4"),
-        (
-            {"options": {"dense": True}},
-            "options of the exchange: rank 0 has .*dense=False.*, rank 2",
-        ),
-    ],
+@cases(
+    ({"solver": Scd}, "solver: rank 0 has sgd, rank 2 has scd"),
+    ({"exchange": "dense"}, "exchange: rank 0 has ring, rank 2 has dense"),
+    ({"epochs": 4}, "epochs: rank 0 has 3, rank 2 has 4"),
+    ({"options": {"dense": True}}, "options of the exchange: rank 0 has .*dense=False.*, rank 2"),
 )
 def test_ranks_that_would_train_differently_are_told_how(other, said):
     async def program(comm):
@@ -290,27 +265,22 @@ def test_ranks_that_would_train_differently_are_told_how(other, said):
     assert third.startswith(first[: first.index(":")])
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: make_problem(DATA, l1=-1), "l1 is -1"),
-        (lambda: alone(sgd, schedule="cosine"), "unknown schedule 'cosine'; choose one of adagrad"),
-        (lambda: alone(sgd, lr=0), "lr is 0"),
-        (lambda: Products(0), "threads is 0"),
-        (lambda: make_problem((DATA[0], DATA[1][1:])), "60 rows have 59 labels"),
-        (lambda: make_problem((DATA[0], DATA[1] * 2)), "-1 or \\+1"),
-        (lambda: make_problem(DATA, dtype=np.int32), "dtype is int32; give float32 or float64"),
-        (lambda: alone(sgd, exchange="oktopk"), "unknown exchange 'oktopk'"),
-        (lambda: alone(sgd, batch_size=0), "batch_size is 0"),
-        (lambda: alone(sgd, staleness=-1), "staleness is -1"),
-        (lambda: alone(Scd, coordinates=0), "coordinates is 0"),
-        (lambda: alone(Scd, "svm"), "choose logistic, or sgd"),
-    ],
+@refuses(
+    (lambda: make_problem(DATA, l1=-1), "l1 is -1"),
+    (lambda: alone(sgd, schedule="cosine"), "unknown schedule 'cosine'; choose one of adagrad"),
+    (lambda: alone(sgd, lr=0), "lr is 0"),
+    (lambda: Products(0), "threads is 0"),
+    (lambda: make_problem((DATA[0], DATA[1][1:])), "60 rows have 59 labels"),
+    (lambda: make_problem((DATA[0], DATA[1] * 2)), "-1 or \\+1"),
+    (lambda: make_problem(DATA, dtype=np.int32), "dtype is int32; give float32 or float64"),
+    (lambda: alone(sgd, exchange="oktopk"), "unknown exchange 'oktopk'"),
+    (lambda: alone(sgd, batch_size=0), "batch_size is 0"),
+    (lambda: alone(sgd, staleness=-1), "staleness is -1"),
+    (lambda: alone(Scd, coordinates=0), "coordinates is 0"),
+    (lambda: alone(Scd, "svm"), "choose logistic, or sgd"),
 )
-def test_bad_options_are_one_clear_line(make, said):
-    with pytest.raises(ConfigurationError, match=said) as caught:
-        make()
-    assert "\n" not in str(caught.value)
+def test_bad_options_are_one_clear_line(make):
+    make()
 
 
 def optimum(l2):
@@ -332,28 +302,22 @@ def never_rises(objectives):
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("exchange", ["allgather", "dense"])
 def test_scd_never_rises_and_reaches_the_optimum(world_size, exchange):
-    def solver(comm, problem):
-        return Scd(comm, problem, exchange, coordinates=6)
-
-    objectives = train(solver, shares(DATA, world_size), 50, l2=0.2)[0]
+    make = partial(Scd, exchange=exchange, coordinates=6)
+    objectives = train(make, shares(DATA, world_size), 50, l2=0.2)[0]
     assert never_rises(objectives)
     assert objectives[-1] == pytest.approx(optimum(0.2), abs=1e-5)
 
 
 def test_scd_with_l1_never_rises_and_makes_exact_zeros():
-    objectives, weights, *_ = train(
-        lambda c, p: Scd(c, p, coordinates=5), shares(DATA, 2), 60, l1=0.03
-    )
+    objectives, weights, *_ = train(partial(Scd, coordinates=5), shares(DATA, 2), 60, l1=0.03)
     assert never_rises(objectives)
     assert 5 < (weights[:-3] == 0).sum() < 37
 
 
 def test_scd_exchanges_give_the_same_bits():
     """Slices do not overlap, so no sum rounds."""
-    results = [
-        train(lambda c, p, name=name: Scd(c, p, name, coordinates=4), shares(DATA, 3))
-        for name in EXCHANGES
-    ]
+    makers = [partial(Scd, exchange=name, coordinates=4) for name in EXCHANGES]
+    results = [train(make, shares(DATA, 3)) for make in makers]
     for other in results[1:]:
         assert other[0] == results[0][0] and other[1].tobytes() == results[0][1].tobytes()
 

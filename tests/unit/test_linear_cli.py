@@ -14,6 +14,7 @@ from sparsync.cli.app import exit_code, make_app
 from sparsync.cli.linear import command as linear
 from sparsync.cli.linear.settings import LinearSettings
 from sparsync.published.sparcml.linear import LinearModel
+from tests.tables import cases
 from tests.unit.linear_problems import make_data
 
 
@@ -50,14 +51,10 @@ def test_exchanges_are_compared_with_dense(command, file, tmp_path, solver):
         # virtual seconds are the same on every machine, but the seconds of the computation are not
         for whole, part in zip(result["seconds"], result["seconds_communication"], strict=True):
             assert whole > part > 0
-        assert result["seconds_communication"][0] == pytest.approx(
-            sum(dense["seconds_communication"]) / result["speedup_communication"] / 2, rel=0.1
-        )
-        updates = [
-            sent < whole
-            for sent, whole in zip(result["bytes_updates"], result["bytes_sent"], strict=True)
-        ]
-        assert all(updates) == (solver == "scd")
+        expected = sum(dense["seconds_communication"]) / result["speedup_communication"] / 2
+        assert result["seconds_communication"][0] == pytest.approx(expected, rel=0.1)
+        both = zip(result["bytes_updates"], result["bytes_sent"], strict=True)
+        assert all(sent < whole for sent, whole in both) == (solver == "scd")
 
 
 def test_the_losses_do_not_depend_on_the_staleness_of_nothing(command, file, tmp_path):
@@ -89,12 +86,9 @@ def test_sparse_exchanges_of_trigrams_send_a_tenth(tmp_path):
 @pytest.mark.slow
 def test_sgd_reaches_scds_accuracy_of_trigrams_at_its_defaults():
     """After equally many epochs, about 96 % of 5,000 held-out rows are right (std. error 0.28 %)."""
-    sgd, scd = (
-        linear.train_linear(LinearSettings(transport="sim", solver=solver, exchanges=(exchange,)))[
-            0
-        ]
-        for solver, exchange in (("sgd", "split-allgather"), ("scd", "allgather"))
-    )
+    chosen = (("sgd", ("split-allgather",)), ("scd", ("allgather",)))
+    settings = (LinearSettings(transport="sim", solver=s, exchanges=one) for s, one in chosen)
+    (sgd,), (scd,) = map(linear.train_linear, settings)
     # the number of rows depends on the version of Python
     assert sgd.rows == scd.rows > 20_000 and scd.accuracy[-1] > 0.955
     assert sgd.accuracy[-1] > scd.accuracy[-1] - 0.003
@@ -156,23 +150,23 @@ def write(path, labels):
     return path
 
 
-def test_predicted_classes_of_several_labels_say_which(command, tmp_path):
-    rows, model = write(tmp_path / "r.svm", [1, 2, 3] * 4), tmp_path / "m.npz"
-    options = ["--data", rows, "--transport", "sim", "--ranks", 2, "--held-out-every", 0]
-    assert command("linear", *options, "--positive", "3", "--save", model)[0] == 0
-    code, out, err = command("linear", "--data", rows, "--predict", model)
-    assert (code, out.split()) == (0, ["-1", "-1", "1"] * 4)
-    said = "12 labels (1 for 3, -1 for all others), 100.00 % of them of the class of --data's\n"
-    assert err.endswith(said)
+OF_A_CLASS = "12 labels (1 for 3, -1 for all others), 100.00 % of them of the class of --data's\n"
 
 
-def test_predicted_labels_have_all_of_their_digits(command, tmp_path):
-    rows, model = write(tmp_path / "r.svm", [1234566, 1234566, 1234567] * 4), tmp_path / "m.npz"
+LONG = [1234566, 1234566, 1234567]
+
+
+@cases(
+    ([1, 2, 3], ["--positive", "3"], ["-1", "-1", "1"], OF_A_CLASS),
+    # labels have all of their digits
+    (LONG, [], [*map(str, LONG)], "12 labels, 100.00 % of them equal to --data's\n"),
+)
+def test_predicted_labels_say_what_they_are(labels, given, shown, said, command, tmp_path):
+    rows, model = write(tmp_path / "r.svm", labels * 4), tmp_path / "m.npz"
     options = ["--data", rows, "--transport", "sim", "--ranks", 2, "--held-out-every", 0]
-    assert command("linear", *options, "--save", model)[0] == 0
+    assert command("linear", *options, *given, "--save", model)[0] == 0
     code, out, err = command("linear", "--data", rows, "--predict", model)
-    assert (code, out.split()) == (0, ["1234566", "1234566", "1234567"] * 4)
-    assert err.endswith("12 labels, 100.00 % of them equal to --data's\n")
+    assert (code, out.split()) == (0, shown * 4) and err.endswith(said)
 
 
 def test_without_held_out_rows_there_is_no_accuracy(command, tmp_path):
@@ -182,31 +176,25 @@ def test_without_held_out_rows_there_is_no_accuracy(command, tmp_path):
     assert "too few rows to hold any out" in out
 
 
-@pytest.mark.parametrize(
-    ("labels", "options", "said"),
-    [
-        ([1, 1], [], "all rows of r.svm have the label 1; give two classes"),
-        ([0, 0], [], "all rows of r.svm have the label 0; give two classes"),
-        ([1, 2], ["--positive", "1,2"], "--positive has all labels of r.svm, 1, 2; leave some out"),
-    ],
+@cases(
+    ([1, 1], [], "all rows of r.svm have the label 1; give two classes"),
+    ([0, 0], [], "all rows of r.svm have the label 0; give two classes"),
+    ([1, 2], ["--positive", "1,2"], "--positive has all labels of r.svm, 1, 2; leave some out"),
 )
-def test_rows_of_one_class_are_refused(command, tmp_path, monkeypatch, labels, options, said):
+def test_rows_of_one_class_are_refused(labels, options, said, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "r.svm", labels)
     code, out, err = command("linear", "--data", "r.svm", "--transport", "sim", *options)
     assert (code, out, err.count("\n")) == (2, "", 1) and said in err
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--lr", "3"], "--lr is for training; omit it, or --predict"),
-        (["--compare", "dense"], "--compare is for training"),
-        (["--save", "x.npz"], "--save is for training"),
-        (["--staleness", "0"], "--staleness is for training"),
-    ],
+@cases(
+    (["--lr", "3"], "--lr is for training; omit it, or --predict"),
+    (["--compare", "dense"], "--compare is for training"),
+    (["--save", "x.npz"], "--save is for training"),
+    (["--staleness", "0"], "--staleness is for training"),
 )
-def test_options_that_a_prediction_would_ignore_are_refused(command, saved, options, said):
+def test_options_that_a_prediction_would_ignore_are_refused(options, said, command, saved):
     model, rows, _ = saved
     code, out, err = command("linear", "--predict", model, "--data", rows, *options)
     assert (code, out) == (2, "") and said in err
@@ -224,21 +212,18 @@ def damaged(path, **arrays):
         np.savez(path, **{**whole, **arrays})
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda p: p.write_text("labels"), "cannot read the model"),
-        (lambda p: p.write_bytes(npy(np.save)), "cannot read the model"),
-        (lambda p: p.write_bytes(npy(np.savez)), "cannot read the model"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-40]), "cannot read the model"),
-        (lambda p: damaged(p, format=np.int64(9)), "is not a model of this version"),
-        (lambda p: damaged(p, indices=np.array([10**9])), "is not a model of this version"),
-        (lambda p: damaged(p, size=np.int64(-1)), "is not a model of this version"),
-        (lambda p: damaged(p, values=np.array(["x"])), "is not a model of this version"),
-        (lambda p: p.unlink(), "is not a file"),
-    ],
+@cases(
+    (lambda p: p.write_text("labels"), "cannot read the model"),
+    (lambda p: p.write_bytes(npy(np.save)), "cannot read the model"),
+    (lambda p: p.write_bytes(npy(np.savez)), "cannot read the model"),
+    (lambda p: p.write_bytes(p.read_bytes()[:-40]), "cannot read the model"),
+    (lambda p: damaged(p, format=np.int64(9)), "is not a model of this version"),
+    (lambda p: damaged(p, indices=np.array([10**9])), "is not a model of this version"),
+    (lambda p: damaged(p, size=np.int64(-1)), "is not a model of this version"),
+    (lambda p: damaged(p, values=np.array(["x"])), "is not a model of this version"),
+    (lambda p: p.unlink(), "is not a file"),
 )
-def test_a_file_that_is_no_model_is_one_clear_line(command, saved, tmp_path, damage, said):
+def test_a_file_that_is_no_model_is_one_clear_line(damage, said, command, saved, tmp_path):
     model, rows = shutil.copy(saved[0], tmp_path), saved[1]
     damage(Path(model))
     code, out, err = command("linear", "--predict", model, "--data", rows)

@@ -6,7 +6,8 @@ import importlib
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from functools import partial
+from itertools import accumulate, count
 from unittest.mock import patch
 
 import numpy as np
@@ -20,6 +21,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.published.sparcml import linear
 from sparsync.published.sparcml.linear.data import _Blocks, load_shard, row_range
 from sparsync.published.sparcml.linear.trigrams import trigram_shard
+from tests.tables import cases, refused, refuses
 
 WRITERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress}
 TIMES = count(10**9)
@@ -52,9 +54,8 @@ def write(tmp_path):
 
 
 def load_all(path, world_size, **arguments):
-    shards = [
-        load_shard(path, rank=r, world_size=world_size, **arguments) for r in range(world_size)
-    ]
+    load = partial(load_shard, path, world_size=world_size, **arguments)
+    shards = [load(rank=rank) for rank in range(world_size)]
     return sparse.vstack([s.features for s in shards]), np.concatenate([s.labels for s in shards])
 
 
@@ -98,28 +99,24 @@ def test_every_line_is_in_one_block(scratch, texts, block_bytes, suffix):
     os.utime(path, ns=(0, next(TIMES)))
     with patch.object(_Blocks, "block_bytes", block_bytes), _Blocks(path, None) as blocks:
         labels = blocks.complete(0, 1)[1]
-    assert np.concatenate(labels).tolist() == [
-        float(t.split()[0]) for t in texts if t and t[0] != "#"
-    ] + [1]
+    expected = [float(t.split()[0]) for t in texts if t and t[0] != "#"]
+    assert np.concatenate(labels).tolist() == [*expected, 1]
 
 
 # ---- what may be wrong ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("yes 1:2", "could not convert string to float: b'yes'"),
-        ("nan 1:2", "a label or a value is not finite in float32"),
-        ("1 2:1e39", "a label or a value is not finite in float32"),
-        ("1 2", "to unpack"),
-        ("1 2.0:3", "invalid literal for int"),
-        ("1 -3:4", "Invalid index -3"),
-        ("1 5:1 3:1", "should be sorted and unique"),
-        (f"1 {2**31}:1", "below 2^31"),
-    ],
+@cases(
+    ("yes 1:2", "could not convert string to float: b'yes'"),
+    ("nan 1:2", "a label or a value is not finite in float32"),
+    ("1 2:1e39", "a label or a value is not finite in float32"),
+    ("1 2", "to unpack"),
+    ("1 2.0:3", "invalid literal for int"),
+    ("1 -3:4", "Invalid index -3"),
+    ("1 5:1 3:1", "should be sorted and unique"),
+    (f"1 {2**31}:1", "below 2^31"),
 )
-def test_a_malformed_line_is_named_by_file_and_block(write, line, message):
+def test_a_malformed_line_is_named_by_file_and_block(line, message, write):
     path = write("bad.svm", ["1 1:1"] * 12 + [line])
     with pytest.raises(ConfigurationError) as caught:
         load_shard(path)
@@ -128,24 +125,20 @@ def test_a_malformed_line_is_named_by_file_and_block(write, line, message):
     assert message in said and "expected lines like '1 3:0.5 7:1'" in said and len(said) < 300
 
 
-@pytest.mark.parametrize(
-    ("labels", "arguments", "message"),
-    [
-        ([1, -1], {"dimensions": 1}, "has indices from 1 to 2; expected 1 to 1"),
-        ([1, -1], {"dimensions": 0}, "dimensions 0; expected at least 1"),
-        ([1, -1], {"rank": 2, "world_size": 2}, "rank 2 of world_size 2; expected 0 <= rank"),
-        ([1, -1], {"positive": 3}, "positive=3 is not among the labels of "),
-        ([1, -1], {"positive": []}, "choose from -1, 1"),
-        ([3, 1, 2], {}, "more than two labels: 1, 2, 3; say with positive"),
-        (range(99), {}, "7, 8, 9, ... (99 in all); say"),
-        ([], {}, "holds no samples"),
-    ],
+@cases(
+    ([1, -1], {"dimensions": 1}, "has indices from 1 to 2; expected 1 to 1"),
+    ([1, -1], {"dimensions": 0}, "dimensions 0; expected at least 1"),
+    ([1, -1], {"rank": 2, "world_size": 2}, "rank 2 of world_size 2; expected 0 <= rank"),
+    ([1, -1], {"positive": 3}, "positive=3 is not among the labels of "),
+    ([1, -1], {"positive": []}, "choose from -1, 1"),
+    ([3, 1, 2], {}, "more than two labels: 1, 2, 3; say with positive"),
+    (range(99), {}, "7, 8, 9, ... (99 in all); say"),
+    ([], {}, "holds no samples"),
 )
-def test_what_does_not_fit_the_file_is_refused(write, labels, arguments, message):
+def test_what_does_not_fit_the_file_is_refused(labels, arguments, message, write):
     path = write("rows.svm", ["# a comment", "", *(f"{label} 1:1 2:1" for label in labels)])
-    with pytest.raises(ConfigurationError) as caught:
+    with refused(message):
         load_shard(path, **arguments)
-    assert message in str(caught.value)
 
 
 def test_a_file_that_is_not_there_or_is_damaged_is_refused(write, tmp_path):
@@ -197,19 +190,16 @@ def test_dimensions_may_exceed_the_largest_index_and_rows_be_empty(write):
     assert features.shape == (2, 1) and features.nnz == 0
 
 
-@pytest.mark.parametrize(
-    ("labels", "positive", "signs"),
-    [
-        ([1, 2, 1], None, [-1, 1, -1]),
-        ([0, 1, 0], None, [-1, 1, -1]),
-        ([-1, 1, 1], -1, [1, -1, -1]),
-        ([1, 2, 3], 2, [-1, 1, -1]),
-        ([1, 2, 3], (1, 3), [1, -1, 1]),
-        ([1, 1], None, [1, 1]),
-        ([-1, -1], None, [-1, -1]),
-    ],
+@cases(
+    ([1, 2, 1], None, [-1, 1, -1]),
+    ([0, 1, 0], None, [-1, 1, -1]),
+    ([-1, 1, 1], -1, [1, -1, -1]),
+    ([1, 2, 3], 2, [-1, 1, -1]),
+    ([1, 2, 3], (1, 3), [1, -1, 1]),
+    ([1, 1], None, [1, 1]),
+    ([-1, -1], None, [-1, -1]),
 )
-def test_positive_says_which_labels_are_plus_one(write, labels, positive, signs):
+def test_positive_says_which_labels_are_plus_one(labels, positive, signs, write):
     path = write("labels.svm", [f"{label} 1:1" for label in labels])
     assert load_shard(path, positive=positive).labels.tolist() == signs
 
@@ -287,9 +277,8 @@ def test_a_damaged_cache_is_never_believed(write):
     path = write("rows.svm", lines())
     first, damaged = dense(path), parts_of(path)[2]
     whole = damaged.read_bytes()
-    flipped = [
-        whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :] for at in range(5, 1400, 60)
-    ]
+    places = range(5, 1400, 60)
+    flipped = [whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :] for at in places]
     for content in (*flipped, whole[:-4], b""):
         damaged.write_bytes(content)
         assert dense(path) == first
@@ -300,11 +289,11 @@ def test_a_damaged_cache_is_never_believed(write):
 def test_a_block_that_is_damaged_while_it_is_used_is_parsed_again(write, monkeypatch):
     path = write("rows.svm", lines())
     first, read = dense(path), _Blocks._cached
-    monkeypatch.setattr(
-        _Blocks,
-        "_cached",
-        lambda self, n, *names: None if "values" in names else read(self, n, *names),
-    )
+
+    def without_values(blocks, number, *names):
+        return None if "values" in names else read(blocks, number, *names)
+
+    monkeypatch.setattr(_Blocks, "_cached", without_values)
     assert dense(path) == first
 
 
@@ -321,9 +310,7 @@ def test_the_cache_may_be_elsewhere(write, tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_named(write, tmp_path):
     (tmp_path / "taken").write_text("a file, not a folder")
-    with pytest.raises(
-        ConfigurationError, match=r"cannot be written .*; give a writable folder with cache="
-    ):
+    with refused("cannot be written ", "; give a writable folder with cache="):
         load_shard(write("rows.svm", lines()), cache=tmp_path / "taken")
 
 
@@ -334,19 +321,13 @@ DIMENSIONS = 100_003
 def root(tmp_path):
     """Make two packages and a module, in which every line shows its origin."""
     folder = tmp_path / "sources"
-    for name, number in (
-        ("alpha/a.py", 50),
-        ("alpha/inner/b.py", 7),
-        ("beta/c.py", 30),
-        ("m.py", 20),
-    ):
+    numbers = {"alpha/a.py": 50, "alpha/inner/b.py": 7, "beta/c.py": 30, "m.py": 20}
+    files = {name: "".join(f"{name} = {i}\n" for i in range(n)) for name, n in numbers.items()}
+    files |= dict.fromkeys(("site-packages/x/no.py", "alpha/notes.txt"), "never read this")
+    for name, text in {**files, "beta/short.py": "no"}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{name} = {line}\n" for line in range(number)))
-    for name in ("site-packages/x/no.py", "alpha/notes.txt", "beta/short.py"):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("no" if name.endswith("short.py") else "never read this")
+        path.write_text(text)
     (folder / "dangling.py").symlink_to(folder / "nowhere.py")
     return folder
 
@@ -363,10 +344,8 @@ def make(root, monkeypatch):
 
 
 def rows_of(shard):
-    return [
-        (tuple(row.indices), row.data.tobytes(), label)
-        for row, label in zip(shard.features, shard.labels.tolist(), strict=True)
-    ]
+    labelled = zip(shard.features, shard.labels.tolist(), strict=True)
+    return [(tuple(row.indices), row.data.tobytes(), label) for row, label in labelled]
 
 
 def test_every_run_of_lines_is_a_sample_with_its_label(make):
@@ -398,9 +377,8 @@ def test_an_entry_is_the_root_of_a_trigrams_share(tmp_path, dimensions):
 def test_shards_together_are_the_whole(make, world_size):
     shards = [make(rank=r, world_size=world_size) for r in range(world_size)]
     assert [row for shard in shards for row in rows_of(shard)] == rows_of(make())
-    assert [s.first_row for s in shards] == list(
-        np.cumsum([0, *(len(s.labels) for s in shards[:-1])])
-    )
+    starts = accumulate((len(shard.labels) for shard in shards[:-1]), initial=0)
+    assert [shard.first_row for shard in shards] == [*starts]
     assert {shard.rows_total for shard in shards} == {22}
 
 
@@ -420,19 +398,15 @@ def test_without_a_name_packages_are_told_from_modules(make, root):
     assert make(positive=None).labels.tolist().count(1) == 100
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"positive": "gamma"}, "positive='gamma' does not divide .*, such as alpha, beta, m"),
-        ({"rows": 23}, "rows 23; .* give 22: ask for no more"),
-        ({"rows": 0}, "rows 0"),
-        ({"dimensions": 2**31}, "dimensions 2147483648; expected 1 to"),
-        ({"rank": 1}, "rank 1 of world_size 1"),
-    ],
+@refuses(
+    ({"positive": "gamma"}, "positive='gamma' does not divide .*, such as alpha, beta, m"),
+    ({"rows": 23}, "rows 23; .* give 22: ask for no more"),
+    ({"rows": 0}, "rows 0"),
+    ({"dimensions": 2**31}, "dimensions 2147483648; expected 1 to"),
+    ({"rank": 1}, "rank 1 of world_size 1"),
 )
-def test_what_cannot_be_made_is_refused(make, changed, message):
-    with pytest.raises(ConfigurationError, match=message):
-        make(**changed)
+def test_what_cannot_be_made_is_refused(changed, make):
+    make(**changed)
 
 
 def test_a_folder_without_sources_is_refused(tmp_path):

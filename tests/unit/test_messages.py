@@ -80,9 +80,8 @@ def test_hostile_bytes_give_the_specifications_error_or_result(codec, seed, plac
     broken = good.clone()
     broken[place % broken.numel()] = byte
     summed = alike(lambda: sum_messages(codec, [good, broken, v], v))
-    joined = alike(
-        lambda: join_messages(codec, [good, broken], [(3, 100), (100, 197)], noise(200, 0, 0))
-    )
+    spans, like = [(3, 100), (100, 197)], noise(200, 0, 0)
+    joined = alike(lambda: join_messages(codec, [good, broken], spans, like))
     for result in (summed, joined):
         if result is not None:
             result.check()
@@ -124,10 +123,8 @@ def test_messages_may_lie_anywhere_in_memory(codec):
     for offset in range(4):
         message = memory[offset : memory.numel() - 3 + offset]
         message.copy_(codec.encode(v).payload)
-        same_vector(
-            alike(lambda m=message: join_messages(codec, [m], [(0, 500)], v)),
-            codec.decode(message, 500),
-        )
+        joined = alike(lambda m=message: join_messages(codec, [m], [(0, 500)], v))
+        same_vector(joined, codec.decode(message, 500))
 
 
 @pytest.mark.skipif(native.EXTENSION is None, reason="installed without a C++ compiler")
@@ -142,10 +139,8 @@ def test_cpp_refuses_what_does_not_ascend_and_what_has_no_room():
     room = torch.full((4,), -1), torch.full((4,), -1.0)
     given = [(True, good.data_ptr(), 0, good.numel())] * 2, layout
     ends = room[0].data_ptr(), room[1].data_ptr(), 4
-    for kernel, where in (
-        (native.EXTENSION.fold, (9,)),
-        (native.EXTENSION.join, ([(0, 9), (9, 18)],)),
-    ):
+    kernels = {native.EXTENSION.fold: (9,), native.EXTENSION.join: ([(0, 9), (9, 18)],)}
+    for kernel, where in kernels.items():
         with pytest.raises(ValueError, match="no room"):
             kernel(*given, *where, ends, native.chosen())
     assert (room[0] == -1).all() and (room[1] == -1).all()

@@ -83,14 +83,9 @@ def test_every_after_trains_on_two_ranks(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(f"{BEGINNING}\nJOBS = {mine!r}\ntorch.set_num_threads(1)\n{CHECKED}")
     launcher = [sys.executable, "-m", "torch.distributed.run"]
-    process = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = [*launcher, "--nproc-per-node", "2", script]
+    captured = {"capture_output": True, "text": True, "timeout": 200, "check": False}
+    process = subprocess.run(command, cwd=tmp_path, **captured)
     assert process.returncode == 0, process.stderr
     lines = [line.split(" | ") for line in process.stdout.splitlines() if " | " in line]
     assert [name for name, *_ in lines] == list(mine)

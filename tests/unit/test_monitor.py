@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
@@ -23,6 +22,8 @@ from sparsync.selection import Exact
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 from tests import attaching
+from tests.draws import noise
+from tests.tables import refuses
 
 from .small_training import backward, model
 
@@ -34,13 +35,13 @@ ALWAYS = {
 }  # fmt: skip
 
 
-def gradient(rank: int, step: int, size: int = SIZE) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(100 * step + rank))
+def gradient(rank: int, step: int) -> torch.Tensor:
+    return noise(SIZE, seed=100 * step + rank)
 
 
-def one_unit(comm, sink, algorithm=None):
-    units = plan_units([("a", torch.zeros(SIZE))])
-    return Reducer(comm, units, algorithm or oktopk(), K / SIZE, sink=sink)
+def reducer_of(comm, algorithm=None, size=SIZE, density=K / SIZE, **options):
+    units = plan_units([("a", torch.zeros(size))])
+    return Reducer(comm, units, algorithm or oktopk(), density, **options)
 
 
 def logged(steps: int = 4, ranks: int = RANKS, algorithm=None, check=None, **options):
@@ -49,9 +50,8 @@ def logged(steps: int = 4, ranks: int = RANKS, algorithm=None, check=None, **opt
     async def program(comm):
         seen = {}
         units = plan_units([("a", torch.zeros(600)), ("b", torch.zeros(400))], 1600)
-        reducer = Reducer(
-            comm, units, algorithm or oktopk(), K / SIZE, **options, sink=Sink(seen.__setitem__)
-        )
+        given = {**options, "sink": Sink(seen.__setitem__)}
+        reducer = Reducer(comm, units, algorithm or oktopk(), K / SIZE, **given)
         for step in range(steps):
             pieces = [piece.clone() for piece in gradient(comm.rank, step).split([600, 400])]
             await reducer.reduce(pieces)
@@ -91,7 +91,7 @@ def test_the_threshold_is_the_smallest_magnitude_selected():
 def test_stages_are_those_of_one_step():
     async def program(comm):
         seen = {}
-        reducer = one_unit(comm, Sink(seen.__setitem__), resolve("allgather"))
+        reducer = reducer_of(comm, resolve("allgather"), sink=Sink(seen.__setitem__))
         for step in range(3):
             await reducer.reduce([gradient(comm.rank, step)])
         reducer.monitor.close()
@@ -119,7 +119,7 @@ def test_xi_is_logged_when_it_was_measured():
 def test_a_skipped_step_says_so():
     async def program(comm):
         seen = {}
-        reducer = one_unit(comm, Sink(seen.__setitem__))
+        reducer = reducer_of(comm, sink=Sink(seen.__setitem__))
         await reducer.reduce([gradient(comm.rank, 0)])
         with pytest.raises(NonFiniteGradientError):
             await reducer.reduce([gradient(comm.rank, 1) / (0.0 if comm.rank == 1 else 1.0)])
@@ -137,10 +137,8 @@ def test_a_skipped_step_says_so():
 def test_a_line_is_in_the_file_when_its_step_is_over(tmp_path):
     sink = sink_of(tmp_path / "deep" / "a.jsonl", 1)
     sink.write(7, {"threshold": 0.5})
-    assert json.loads((tmp_path / "deep" / "a.rank1.jsonl").read_text()) == {
-        "step": 7,
-        "threshold": 0.5,
-    }
+    line = json.loads((tmp_path / "deep" / "a.rank1.jsonl").read_text())
+    assert line == {"step": 7, "threshold": 0.5}
     sink.close()
 
 
@@ -161,7 +159,7 @@ def three_steps(log):
     """Run a job of three steps that logs."""
 
     async def program(comm):
-        reducer = one_unit(comm, sink_of(log, 0))
+        reducer = reducer_of(comm, sink=sink_of(log, 0))
         for step in range(3):
             await reducer.reduce([gradient(0, step)])
         reducer.monitor.close()
@@ -171,10 +169,9 @@ def three_steps(log):
 
 def test_a_writer_of_tensorboard_gets_every_number_and_stays_open():
     three_steps(writer := Writer())
-    assert {tag for tag, _ in writer.scalars} == {
-        f"sparsync/{name}" for name in ALWAYS - {"imbalance"}
-    }
-    assert {step for _, step in writer.scalars} == {0, 1, 2}
+    tags, steps = map(set, zip(*writer.scalars, strict=True))
+    assert tags == {f"sparsync/{name}" for name in ALWAYS - {"imbalance"}}
+    assert steps == {0, 1, 2}
     assert writer.flushed == 1
 
 
@@ -206,10 +203,8 @@ def test_a_meter_of_opentelemetry_has_a_gauge_of_every_number():
 
 
 @pytest.fixture
-def ddp():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield lambda: DistributedDataParallel(model())
-    dist.destroy_process_group()
+def ddp(alone):
+    return lambda: DistributedDataParallel(model())
 
 
 def attach(wrapped, log, **options):
@@ -238,9 +233,8 @@ def test_an_error_of_the_log_leaves_the_step_whole(ddp):
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ConfigurationError, match=r"^rank 3: log: cannot write '.*rank3.jsonl' \(.*; give"
-    ):
+    said = r"^rank 3: log: cannot write '.*rank3.jsonl' \(.*; give"
+    with pytest.raises(ConfigurationError, match=said):
         sink_of(tmp_path / "file" / "run.jsonl", 3)
 
 
@@ -251,27 +245,19 @@ def test_numbers_that_json_lacks_are_left_out(tmp_path):
     assert json.loads((tmp_path / "run.rank0.jsonl").read_text()) == {"step": 4, "density": 0.5}
 
 
-def test_what_cannot_be_logged_to_is_refused(ddp):
-    with pytest.raises(ConfigurationError, match="log is 3"):
-        attach(ddp(), 3)
-    with pytest.raises(ConfigurationError, match="xi_period is 0"):
-        attach(ddp(), None, xi_period=0)
+@refuses((3, {}, "log is 3"), (None, {"xi_period": 0}, "xi_period is 0"))
+def test_what_cannot_be_logged_to_is_refused(log, options, ddp):
+    attach(ddp(), log, **options)
 
 
-def test_xi_is_refused_where_updates_are_exchanged():
+@refuses(
+    ({"xi_period": 2}, r"xi_period=2\) measures exchanges of gradients"),
+    ({"nonfinite": "skip"}, r"nonfinite='skip'\) is for gradients, and updates"),
+)
+def test_what_is_of_gradients_alone_is_refused_where_updates_are_exchanged(given):
     net = torch.nn.Linear(2, 2)
-    optimizer, watched = torch.optim.AdamW(net.parameters()), sparsync.Monitoring(xi_period=2)
-    with pytest.raises(ConfigurationError, match=r"xi_period=2\) measures exchanges of gradients"):
-        sparsync.attach(net, optimizer, monitoring=watched)
-
-
-def test_a_policy_on_nan_is_refused_where_updates_are_exchanged():
-    net = torch.nn.Linear(2, 2)
-    optimizer, watched = torch.optim.AdamW(net.parameters()), sparsync.Monitoring("skip")
-    with pytest.raises(
-        ConfigurationError, match=r"nonfinite='skip'\) is for gradients, and updates"
-    ):
-        sparsync.attach(net, optimizer, monitoring=watched)
+    watched = sparsync.Monitoring(**given)
+    sparsync.attach(net, torch.optim.AdamW(net.parameters()), monitoring=watched)
 
 
 RANKS = 4
@@ -280,9 +266,8 @@ EXACT_OKTOPK = Algorithm("oktopk", Exact, OkTopk)
 
 def signal_and_noise(size: int, step: int, rank: int) -> torch.Tensor:
     """Return a signal common to all ranks, plus twice as much noise; magnitudes span three decades."""
-    common, own = (torch.Generator().manual_seed(1000 * step + seed) for seed in (999, rank))
-    scale = torch.randn(size, generator=torch.Generator().manual_seed(5)).exp()
-    return scale * (torch.randn(size, generator=common) + 2 * torch.randn(size, generator=own))
+    common, own = (noise(size, seed=1000 * step + seed) for seed in (999, rank))
+    return noise(size, seed=5).exp() * (common + 2 * own)
 
 
 def top(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -329,8 +314,7 @@ def measured(size: int, k: int, steps: int, algorithm: Algorithm = EXACT_OKTOPK,
 
 def test_every_coordinate_gives_equation_5():
     expected = equation_5(3000, 60, steps=6)
-    found = [one.xi for one in measured(3000, 60, 6, every=1)]
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert [one.xi for one in measured(3000, 60, 6, every=1)] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("size", "k"), [(6_000, 600), (40_000, 400), (60_000, 6_000)])
@@ -356,9 +340,8 @@ def test_signal_and_noise_are_told_apart():
 
 
 def test_rounding_is_part_of_it():
-    exact, rounded = (
-        measured(4000, 400, 3, a, every=1) for a in (EXACT_OKTOPK, resolve("budgeted"))
-    )
+    both = EXACT_OKTOPK, resolve("budgeted")
+    exact, rounded = (measured(4000, 400, 3, algorithm, every=1) for algorithm in both)
     assert rounded[0].xi > 0 and rounded[0].xi == pytest.approx(exact[0].xi, rel=0.05)
     assert rounded[0].xi != exact[0].xi
 
@@ -371,8 +354,7 @@ def test_all_exchanged_lacks_all_but_the_largest():
 
 def test_it_is_off_by_default_and_changes_nothing():
     async def program(comm, period):
-        units = plan_units([("a", torch.zeros(500))])
-        reducer = Reducer(comm, units, resolve("budgeted"), 0.1, xi_period=period)
+        reducer = reducer_of(comm, resolve("budgeted"), 500, 0.1, xi_period=period)
         averages = [await reducer.reduce([signal_and_noise(500, s, comm.rank)]) for s in range(5)]
         return torch.stack([a.to_dense() for (a,) in averages]), comm.ledger.by_phase()
 
@@ -385,9 +367,7 @@ def test_it_is_off_by_default_and_changes_nothing():
 
 def test_no_gradient_has_no_xi():
     async def program(comm):
-        reducer = Reducer(
-            comm, plan_units([("a", torch.zeros(90))]), resolve("budgeted"), 0.1, xi_period=1
-        )
+        reducer = reducer_of(comm, resolve("budgeted"), 90, 0.1, xi_period=1)
         await reducer.reduce([torch.zeros(90)])
         return reducer.step
 
@@ -396,9 +376,7 @@ def test_no_gradient_has_no_xi():
 
 def test_one_rank_has_no_noise_and_lacks_nothing():
     async def program(comm):
-        reducer = Reducer(
-            comm, plan_units([("a", torch.zeros(900))]), resolve("budgeted"), 0.1, xi_period=1
-        )
+        reducer = reducer_of(comm, resolve("budgeted"), 900, 0.1, xi_period=1)
         probe = reducer.monitor.xi
         probe.every = 1
         seen, measure = [], probe.measure

@@ -15,23 +15,12 @@ from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS, resolve
 from sparsync.published.sparcml.presets import DECIDED, EXCHANGES
 from sparsync.updates import OuterStep
+from tests.tables import cases, refuses
 
 OF_PRESETS = [(name, option) for name, row in PRESETS.items() for option in row.options]
 OF_SCHEMES = [(name, option) for name in SCHEMES for option in options_of(name)]
-HOSTILE = [
-    "",
-    "0",
-    "-1",
-    "1.5",
-    "nan",
-    "inf",
-    "-inf",
-    "9" * 20,
-    "1e-320",
-    "none",
-    "true",
-    "x" * 5000,
-]
+HOSTILE = ["", "0", "-1", "1.5", "nan", "inf", "-inf", "9" * 20, "1e-320"]
+HOSTILE += ["none", "true", "x" * 5000]
 
 
 def written(value):
@@ -44,28 +33,22 @@ def written(value):
 # ---- the grammar ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("dense", ["dense"]),
-        ("Dense, Ok-Topk ,TopkA", ["dense", "oktopk", "allgather"]),
-        ("oktopk-paper:threshold_period=128", ["oktopk-paper:threshold_period=128"]),
-        ("sparcml:bits=none", ["sparcml:bits=none"]),
-        ("RGC:compress_thd=0", ["redsync:compress_thd=0"]),
-        (
-            "wagma:group_size=4,dynamic=false,sync_period=none",
-            ["wagma:group_size=4,dynamic=false,sync_period=none"],
-        ),
-        (
-            "dense,wagma:group_size=4,dynamic=false,local",
-            ["dense", "wagma:group_size=4,dynamic=false", "local"],
-        ),
-        ("oktopk:cap=2,oktopk:cap=1 , floor = none", ["oktopk:cap=2", "oktopk:cap=1,floor=none"]),
-        ("oktopk:Threshold-Period=8", ["oktopk:threshold_period=8"]),
-        ("budgeted:codec=packed-int8", ["budgeted:codec=packed-int8"]),
-        ("auto:candidates=TopkA+Dense,gain=0.2", ["auto:candidates=TopkA+Dense,gain=0.2"]),
-        ("PowerSGD,FP16", ["powersgd", "fp16"]),
-    ],
+GROUPS = "wagma:group_size=4,dynamic=false,sync_period=none"
+
+
+@cases(
+    ("dense", ["dense"]),
+    ("Dense, Ok-Topk ,TopkA", ["dense", "oktopk", "allgather"]),
+    ("oktopk-paper:threshold_period=128", ["oktopk-paper:threshold_period=128"]),
+    ("sparcml:bits=none", ["sparcml:bits=none"]),
+    ("RGC:compress_thd=0", ["redsync:compress_thd=0"]),
+    (GROUPS, [GROUPS]),
+    (f"dense,{GROUPS},local", ["dense", GROUPS, "local"]),
+    ("oktopk:cap=2,oktopk:cap=1 , floor = none", ["oktopk:cap=2", "oktopk:cap=1,floor=none"]),
+    ("oktopk:Threshold-Period=8", ["oktopk:threshold_period=8"]),
+    ("budgeted:codec=packed-int8", ["budgeted:codec=packed-int8"]),
+    ("auto:candidates=TopkA+Dense,gain=0.2", ["auto:candidates=TopkA+Dense,gain=0.2"]),
+    ("PowerSGD,FP16", ["powersgd", "fp16"]),
 )
 def test_a_list_is_divided_into_algorithms_and_options(text, expected):
     found = labels_of(text)
@@ -73,49 +56,29 @@ def test_a_list_is_divided_into_algorithms_and_options(text, expected):
     assert labels_of(",".join(found)) == found, "a label reads as itself"
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "unknown algorithm ''; choose one of "),
-        ("dense,,oktopk", "unknown algorithm ''"),
-        ("cap=2", "'cap=2' follows no NAME: of an algorithm; write NAME:cap=2"),
-        ("dense,cap=2", "'cap=2' follows no NAME:"),
-        ("oktopk:", "oktopk: '' is not OPTION=VALUE"),
-        ("oktopk:cap", "oktopk: 'cap' is not OPTION=VALUE"),
-        ("oktopk:cap=1,CAP=2", "oktopk: cap is given twice"),
-        (
-            "oktopk:capp=1",
-            "oktopk has no option capp (did you mean cap?); it has balance (true or false), ",
-        ),
-        (
-            "oktopk:capp=1",
-            ", rotate (true or false), threshold_period (a whole number or auto)",
-        ),
-        ("oktopk-paper:tau=8", "oktopk-paper has no option tau (did you mean repartition_period?)"),
-        (
-            "wagma:tau=8",
-            "wagma has no option tau (did you mean sync_period?); it has deadline (a number",
-        ),
-        (
-            "oktopk:threshold_period=1.5",
-            "oktopk: threshold_period is '1.5'; give a whole number or auto",
-        ),
-        ("oktopk:rotate=2", "oktopk: rotate is '2'; give true or false"),
-        ("sparcml:bits=3", "sparcml: bits is '3'; give 2 or 4 or 8 or none"),
-        ("wagma:grouping=sync", "grouping is 'sync'; give wait-avoiding or synchronous"),
-        (
-            "budgeted:codec=whole",
-            "budgeted: codec is 'whole'; give coo or packed or packed-int8 or ",
-        ),
-        ("dynamic:op=max", "dynamic has no option op; it has always_dense (true or false)"),
-        ("auto:machine=fast", "auto: machine is 'fast'; give none"),
-        ("wagna:tau=8", "unknown algorithm 'wagna' (did you mean wagma or WAGMA-SGD?)"),
-    ],
+@refuses(
+    ("", "unknown algorithm ''; choose one of "),
+    ("dense,,oktopk", "unknown algorithm ''"),
+    ("cap=2", "'cap=2' follows no NAME: of an algorithm; write NAME:cap=2"),
+    ("dense,cap=2", "'cap=2' follows no NAME:"),
+    ("oktopk:", "oktopk: '' is not OPTION=VALUE"),
+    ("oktopk:cap", "oktopk: 'cap' is not OPTION=VALUE"),
+    ("oktopk:cap=1,CAP=2", "oktopk: cap is given twice"),
+    ("oktopk:capp=1", r"no option capp \(did you mean cap\?\); it has balance \(true or false\), "),
+    ("oktopk:capp=1", r", rotate \(true or false\), threshold_period \(a whole number or auto\)"),
+    ("oktopk-paper:tau=8", r"oktopk-paper has no option tau \(did you mean repartition_period\?\)"),
+    ("wagma:tau=8", r"no option tau \(did you mean sync_period\?\); it has deadline \(a number"),
+    ("oktopk:threshold_period=1.5", "threshold_period is '1.5'; give a whole number or auto"),
+    ("oktopk:rotate=2", "oktopk: rotate is '2'; give true or false"),
+    ("sparcml:bits=3", "sparcml: bits is '3'; give 2 or 4 or 8 or none"),
+    ("wagma:grouping=sync", "grouping is 'sync'; give wait-avoiding or synchronous"),
+    ("budgeted:codec=whole", "budgeted: codec is 'whole'; give coo or packed or packed-int8 or "),
+    ("dynamic:op=max", r"dynamic has no option op; it has always_dense \(true or false\)"),
+    ("auto:machine=fast", "auto: machine is 'fast'; give none"),
+    ("wagna:tau=8", r"unknown algorithm 'wagna' \(did you mean wagma or WAGMA-SGD\?\)"),
 )
-def test_what_cannot_be_read_is_one_line_that_lists_what_can(text, says):
-    with pytest.raises(ConfigurationError) as caught:
-        labels_of(text)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+def test_what_cannot_be_read_is_one_line_that_lists_what_can(text):
+    labels_of(text)
 
 
 def test_a_scheme_among_presets_says_where_it_lives():
@@ -183,28 +146,23 @@ def test_a_bad_number_of_a_scheme_is_refused_before_ranks_start(name):
                 assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("allgather:cap=inf", "cap is inf; give a factor > 0"),
-        ("bmuf:density=1e-320", "density is 1e-320; give the fraction"),
-        ("bmuf:warmup_steps=4294967296", "warmup_steps is 4294967296; give at most 1000000"),
-        ("auto:budget=nan", "budget is nan; give a number"),
-        ("quantised:block=0", "block=0 entries cannot share a scale"),
-        ("sparcml:block=99999999999999999999", "give at least 1 element, at most 2147483647"),
-    ],
+@refuses(
+    ("allgather:cap=inf", "cap is inf; give a factor > 0"),
+    ("bmuf:density=1e-320", "density is 1e-320; give the fraction"),
+    ("bmuf:warmup_steps=4294967296", "warmup_steps is 4294967296; give at most 1000000"),
+    ("auto:budget=nan", "budget is nan; give a number"),
+    ("quantised:block=0", "block=0 entries cannot share a scale"),
+    ("sparcml:block=99999999999999999999", "give at least 1 element, at most 2147483647"),
 )
-def test_numbers_that_would_fail_in_the_first_step_fail_at_once(text, says):
-    with pytest.raises(ConfigurationError, match=says):
-        attached_as(TrainSettings(), text)
+def test_numbers_that_would_fail_in_the_first_step_fail_at_once(text):
+    attached_as(TrainSettings(), text)
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_options_of_exchanges_are_those_that_solvers_leave_open(name):
     own = {*PRESETS[name].options} - {*DECIDED}
-    assert own == {"dynamic": {"always_dense"}, "topkdsa": {"always_dense"}, "ring": {"dense"}}.get(
-        name, set()
-    )
+    open_ = {"dynamic": {"always_dense"}, "topkdsa": {"always_dense"}, "ring": {"dense"}}
+    assert own == open_.get(name, set())
 
 
 # ---- the commands -----------------------------------------------------------------------------------
@@ -225,18 +183,16 @@ def test_labels_are_the_names_of_rows(command, tmp_path):
     expected = ["allgather", "oktopk-paper:threshold_period=2"]
     small = ("--ranks", 2, "--network", "1gbit,50us")
     run = ("--steps", 1, "--warmup", 0)
-    code, out, err = command(
-        "bench", *small, *run, "--size", 2000, "--collectives", both, "--json", tmp_path / "b.json"
-    )
+    files = ("--json", tmp_path / "b.json")
+    code, out, err = command("bench", *small, *run, "--size", 2000, "--collectives", both, *files)
     assert (code, err) == (0, "sparsync: TopkA is allgather here\n")
     assert "oktopk-paper:threshold_period=2" in out
     rows = json.loads((tmp_path / "b.json").read_text())
     assert [row["collective"] for row in rows] == expected
-    code, out, _ = command(
-        "simulate", *small, *run, "--algorithm", both, "--model-size", 2000, "--json"
-    )
+    more = ("--algorithm", both, "--model-size", 2000, "--json")
+    code, out, _ = command("simulate", *small, *run, *more)
     assert [row["algorithm"] for row in json.loads(out)] == ["Dense", "DenseOvlp", *expected]
-    code, out, _ = command("plan", *small, "--algorithm", both, "--model-size", 2000, "--json", "-")
+    code, out, _ = command("plan", *small, *more, "-")
     assert sorted(row["collective"] for row in json.loads(out)["table"]) == expected
 
 
@@ -254,7 +210,5 @@ def test_settings_made_in_python_take_the_same_text():
     assert [case.name for case in cases] == ["allgather", "oktopk:cap=2"]
     made = SimulationSettings(("TopkA", resolve("oktopk")), baselines=False).contenders()
     assert [row.name for row in made] == ["allgather", "oktopk"]
-    assert check_algorithms(TrainSettings(), ["Dense", "WAGMA-SGD:sync_period=none"]) == (
-        "dense",
-        "wagma:sync_period=none",
-    )
+    checked = check_algorithms(TrainSettings(), ["Dense", "WAGMA-SGD:sync_period=none"])
+    assert checked == ("dense", "wagma:sync_period=none")

@@ -5,7 +5,6 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
@@ -19,50 +18,26 @@ from sparsync.selection import SELECTORS
 from sparsync.tables import ALIASES
 from sparsync.updates import OUTER_SETTINGS, OuterStep
 from sparsync.wire import CODECS
+from tests.tables import cases
 
 TABLES = (PRESETS, SCHEMES, CODECS, SELECTORS)
-SPELLINGS = (
-    str,
-    str.upper,
-    str.title,
-    lambda name: name.replace("-", ""),
-    lambda name: name.replace("-", "_"),
-    lambda name: name.replace("-", " "),
-    lambda name: name.replace("-", "\u2010"),  # as PDFs print it
-)
+HYPHENS = ("", "_", " ", "\u2010")  # the last as PDFs print it
+SPELLINGS = [str, str.upper, str.title]
+SPELLINGS += [lambda name, hyphen=hyphen: name.replace("-", hyphen) for hyphen in HYPHENS]
 
 # the names in the papers and the rows for them: Ok-Topk, Table 1; SparCML, section 5.3; RedSync,
 # section 6; WAGMA-SGD, section 5
 OF_PAPERS = {
-    "TopkA": "allgather",
-    "TopkDSA": "topkdsa",
-    "gTopk": "gtopk",
-    "gTop-k": "gtopk",
-    "Gaussiank": "gaussiank",
-    "Gaussian-k": "gaussiank",
-    "Ok-Topk": "oktopk",
-    "Ok-Topk SGD": "oktopk",
-    "Dense": "dense",
-    "DenseOvlp": "dense",
-    "SSAR_Recursive_double": "recursive-doubling",
-    "SSAR_Split_allgather": "split-allgather",
-    "DSAR_Split_allgather": "dynamic",
-    "Quantized TopK SGD": "sparcml",
-    "SparCML": "sparcml",
-    "RedSync": "redsync",
-    "RGC": "redsync",
-    "Quantized-RGC": "redsync-quantized",
-    "WAGMA-SGD": "wagma",
-    "D-PSGD": "dpsgd",
-    "AD-PSGD": "adpsgd",
-    "SGP": "sgp",
-    "Local SGD": "local",
-    "local-SGD": "local",
-    "Allreduce-SGD": "allreduce",
-    "Eager-SGD": "eager-majority",
-    "BMUF": "bmuf",
-    "DiLoCo": "diloco",
-    "Qsparse-local-SGD": "qsparse-local",
+    **{"TopkA": "allgather", "TopkDSA": "topkdsa", "gTopk": "gtopk", "gTop-k": "gtopk"},
+    **{"Gaussiank": "gaussiank", "Gaussian-k": "gaussiank", "Ok-Topk": "oktopk"},
+    **{"Ok-Topk SGD": "oktopk", "Dense": "dense", "DenseOvlp": "dense"},
+    **{"SSAR_Recursive_double": "recursive-doubling", "SSAR_Split_allgather": "split-allgather"},
+    **{"DSAR_Split_allgather": "dynamic", "Quantized TopK SGD": "sparcml", "SparCML": "sparcml"},
+    **{"RedSync": "redsync", "RGC": "redsync", "Quantized-RGC": "redsync-quantized"},
+    **{"WAGMA-SGD": "wagma", "D-PSGD": "dpsgd", "AD-PSGD": "adpsgd", "SGP": "sgp"},
+    **{"Local SGD": "local", "local-SGD": "local", "Allreduce-SGD": "allreduce"},
+    **{"Eager-SGD": "eager-majority", "BMUF": "bmuf", "DiLoCo": "diloco"},
+    **{"Qsparse-local-SGD": "qsparse-local"},
 }
 
 
@@ -98,17 +73,14 @@ def test_names_differ_by_more_than_their_spelling():
     assert "oktopk+" not in PRESETS and "" not in PRESETS and "-" not in PRESETS
 
 
-@pytest.mark.parametrize(
-    ("given", "nearest"),
-    [
-        ("oktpk", "oktopk"),
-        ("topk", "TopkA"),
-        ("SSAR_Recursive_doubling", "SSAR_Recursive_double"),
-        ("DSAR_Split_alltoall", "DSAR_Split_allgather"),
-        ("redsink", "redsync"),
-        ("RCG", "RGC"),
-        ("gausian-k", "gaussiank"),
-    ],
+@cases(
+    ("oktpk", "oktopk"),
+    ("topk", "TopkA"),
+    ("SSAR_Recursive_doubling", "SSAR_Recursive_double"),
+    ("DSAR_Split_alltoall", "DSAR_Split_allgather"),
+    ("redsink", "redsync"),
+    ("RCG", "RGC"),
+    ("gausian-k", "gaussiank"),
 )
 def test_an_unknown_name_gets_its_nearest_ones(given, nearest):
     with pytest.raises(ConfigurationError) as caught:
@@ -148,9 +120,8 @@ def test_the_candidates_of_auto_may_be_the_papers():
 
 
 @pytest.fixture
-def attach():
+def attach(alone):
     """Attach to a model of one rank; return the handle."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     handles = []
 
     def call(algorithm=None, optimizer="SGD", **more):
@@ -162,7 +133,6 @@ def attach():
     yield call
     for handle in handles:
         handle.close()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["TopkA", "SSAR_Split_allgather", "RGC", "Budgeted"])
@@ -192,29 +162,18 @@ def test_attach_names_the_nearest_of_all_that_it_takes(attach):
         attach("diloko")
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options", "says"),
-    [
-        (
-            None,
-            {"bits": 2},
-            r"no option bits \(an option of quantised, sparcml\); it has model, opt",
-        ),
-        ("SparCML", {"bits": 2}, r"give algorithm=sparsync.presets.resolve\('sparcml', bits=...\)"),
-        ("diloco", {"period": 9}, r"OUTER_SETTINGS\['diloco'\] \| {'period': ...}\)\); it has"),
-        (None, {"warmup_steps": 9}, r"compression=sparsync.Compression\(warmup_steps=...\)"),
-        (None, {"timeout": 9}, r"transport=sparsync.Transport\(timeout=...\)"),
-        (None, {"nonfinite": "skip"}, r"monitoring=sparsync.Monitoring\(nonfinite=...\)"),
-        (None, {"momentum": 0.9}, r"correction=sparsync.Correction\(momentum=...\)"),
-        (
-            None,
-            {"desnity": 0.1},
-            r"no option desnity \(did you mean density\?\); it has .*density, ",
-        ),
-        ("oktopk", {"qux": 1, "xyz": 2}, r"qux, xyz; it has .*; oktopk has threshold_period, "),
-    ],
+@cases(
+    (None, {"bits": 2}, r"no option bits \(an option of quantised, sparcml\); it has model, opt"),
+    ("SparCML", {"bits": 2}, r"give algorithm=sparsync.presets.resolve\('sparcml', bits=...\)"),
+    ("diloco", {"period": 9}, r"OUTER_SETTINGS\['diloco'\] \| {'period': ...}\)\); it has"),
+    (None, {"warmup_steps": 9}, r"compression=sparsync.Compression\(warmup_steps=...\)"),
+    (None, {"timeout": 9}, r"transport=sparsync.Transport\(timeout=...\)"),
+    (None, {"nonfinite": "skip"}, r"monitoring=sparsync.Monitoring\(nonfinite=...\)"),
+    (None, {"momentum": 0.9}, r"correction=sparsync.Correction\(momentum=...\)"),
+    (None, {"desnity": 0.1}, r"no option desnity \(did you mean density\?\); it has .*density, "),
+    ("oktopk", {"qux": 1, "xyz": 2}, r"qux, xyz; it has .*; oktopk has threshold_period, "),
 )
-def test_attach_lists_its_options_and_where_others_belong(attach, algorithm, options, says):
+def test_attach_lists_its_options_and_where_others_belong(algorithm, options, says, attach):
     with pytest.raises(ConfigurationError, match=says) as caught:
         attach(algorithm, **options)
     assert "\n" not in str(caught.value) and "monitoring" in str(caught.value)
@@ -232,9 +191,8 @@ def test_an_averager_lists_its_options(name):
     assert not {"model", "unknown", "binding", "given"} & set(listed)
 
 
-@pytest.mark.parametrize(
-    ("option", "nearest"),
-    [("tau", "sync_period"), ("S", "group_size"), ("groupsize", "group_size"), ("value", "values")],
+@cases(
+    ("tau", "sync_period"), ("S", "group_size"), ("groupsize", "group_size"), ("value", "values")
 )
 def test_the_nearest_option_is_named_also_by_the_papers_letter(option, nearest):
     with pytest.raises(ConfigurationError, match=rf"no option {option} \(did you mean {nearest}\b"):

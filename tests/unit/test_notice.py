@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torchft")
 
 from tests.fresh import run_python
+from tests.tables import cases
 
 BEGIN = """
 import ctypes, os, signal, sys, threading, time
@@ -60,14 +61,11 @@ print(signal.getsignal(signal.SIGTERM) is theirs)
     assert (code, said.split()) == (0, ["True", "True"])
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        "time.sleep(60)",
-        # block in native code that no signal interrupts, by locking a mutex twice
-        "mutex = ctypes.create_string_buffer(128)\n"
-        "for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)",
-    ],
+@cases(
+    "time.sleep(60)",
+    # block in native code that no signal interrupts, by locking a mutex twice
+    "mutex = ctypes.create_string_buffer(128)\n"
+    "for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)",
 )
 def test_a_rank_that_takes_no_step_ends_all_the_same(state):
     code, _, words = ends_with(f"""

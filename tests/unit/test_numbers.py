@@ -36,9 +36,8 @@ def cases():
             yield pytest.param(lambda preset=preset, **of: resolve(preset, **of), name,
                                id=f"{preset}.{name}")  # fmt: skip
     for scheme, averager in SCHEMES.items():
-        for name in numbers(
-            {p.name: p.annotation for p in signature(averager).parameters.values()}
-        ):
+        parameters = signature(averager).parameters.values()
+        for name in numbers({p.name: p.annotation for p in parameters}):
             yield pytest.param(averager, name, id=f"{scheme}.{name}")
 
 

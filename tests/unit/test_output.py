@@ -3,20 +3,15 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from sparsync.cli.output import Columns, progress
 from tests.fresh import run_python
+from tests.tables import cases
+
+from .consoles import shown
 
 WORDS = st.text("abcdef", min_size=1, max_size=14)
 HEADS = st.lists(st.lists(WORDS, min_size=1, max_size=4).map(" ".join), min_size=2, max_size=12)
-
-
-def shown(table, width=80):
-    console = Console(width=width)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
 
 
 @given(HEADS, st.text("0123456789", min_size=1, max_size=20))
@@ -46,10 +41,7 @@ COMMANDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, marks=[pytest.mark.slow] if c == "linear" else []) for c in COMMANDS],
-)
+@cases(*(pytest.param(c, marks=[pytest.mark.slow] if c == "linear" else []) for c in COMMANDS))
 def test_every_table_of_a_command_fits_80_columns(command, monkeypatch, capsys):
     from sparsync.cli import app
 
@@ -81,12 +73,9 @@ def test_a_long_row_says_how_far_it_is_where_there_is_no_terminal(capsys, monkey
     assert err == "dense: 2 of 8, step 2 after 30 s\ndense: 5 of 8, step 5 after 61 s\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "heavy"),
-    [
-        (["--help"], {"matplotlib", "scipy", "sparsync.cli.train", "sparsync.cli.bench"}),
-        (["linear", "--help"], {"matplotlib", "scipy", "sparsync.cli.train"}),
-    ],
+@cases(
+    (["--help"], {"matplotlib", "scipy", "sparsync.cli.train", "sparsync.cli.bench"}),
+    (["linear", "--help"], {"matplotlib", "scipy", "sparsync.cli.train"}),
 )
 def test_help_imports_no_other_command(arguments, heavy):
     code = (

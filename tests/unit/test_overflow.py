@@ -14,23 +14,17 @@ from sparsync.transports.driver import run
 from sparsync.transports.sim import simulate
 from sparsync.units import plan_units
 from tests.contracts.table import ALGORITHMS
+from tests.draws import noise
+from tests.tables import cases
 
 SCALES = [8.0, 1.0, 2.0, 65536.0, 65536.0, 32768.0, 0.25, 0.25, 4096.0, 4096.0]
 
 # codecs whose random rounding depends on all bits of the message, and hence on the scale
-ROUND_AT_RANDOM = [
-    name
-    for name in ALGORITHMS
-    if "qsgd" in name
-    or name.startswith(("sparcml, error", "sparcml, reduced"))
-    or name == "sparcml"
-]
+DRAWN = ("sparcml, error", "sparcml, reduced")
+ROUND_AT_RANDOM = [n for n in ALGORITHMS if "qsgd" in n or n.startswith(DRAWN) or n == "sparcml"]
 
-CORRECTIONS = {
-    "plain": None,
-    "corrected": Correction(momentum=0.9, weight_decay=0.01, clip=1.0, clip_norm="previous"),
-    "clipped": Correction(clip=1.0),
-}
+ALL = Correction(momentum=0.9, weight_decay=0.01, clip=1.0, clip_norm="previous")
+CORRECTIONS = {"plain": None, "corrected": ALL, "clipped": Correction(clip=1.0)}
 
 
 def one_unit():
@@ -45,8 +39,7 @@ def averages(name, scales, correction=None):
         found = []
         for step, scale in enumerate(scales):
             rescale_(reducer, scale)
-            generator = torch.Generator().manual_seed(1000 * step + comm.rank)
-            gradient = torch.randn(400, generator=generator) * scale
+            gradient = noise(400, seed=1000 * step + comm.rank) * scale
             await reducer.reduce([gradient], [torch.ones(400)])
             found.append(gradient / scale)
         return torch.stack(found)
@@ -55,17 +48,13 @@ def averages(name, scales, correction=None):
 
 
 @pytest.mark.fast(12)
-@pytest.mark.parametrize(
-    ("name", "correction"),
-    [
-        *((name, "plain") for name in ALGORITHMS if name not in ROUND_AT_RANDOM),
-        *(("oktopk", correction) for correction in CORRECTIONS if correction != "plain"),
-    ],
+@cases(
+    *((name, "plain") for name in ALGORITHMS if name not in ROUND_AT_RANDOM),
+    *(("oktopk", correction) for correction in CORRECTIONS if correction != "plain"),
 )
 def test_a_change_of_scale_changes_no_bit(name, correction):
     plain = averages(name, [1.0] * len(SCALES), CORRECTIONS[correction])
-    scaled = averages(name, SCALES, CORRECTIONS[correction])
-    assert torch.equal(plain[0], scaled[0])
+    assert torch.equal(plain[0], averages(name, SCALES, CORRECTIONS[correction])[0])
     assert bool(plain[0].any())
 
 
@@ -133,8 +122,7 @@ def test_random_overflows_lose_nothing(name):
 def solo(correction=None, steps=2):
     reducer = Reducer(connect(), one_unit(), ALGORITHMS["oktopk"], 0.1, correction=correction)
     for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        run(reducer.reduce([torch.randn(400, generator=generator)]))
+        run(reducer.reduce([noise(400, seed=step)]))
     return reducer
 
 

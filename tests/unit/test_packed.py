@@ -25,19 +25,28 @@ INF, NAN = float("inf"), float("nan")
 blocks = st.sampled_from([1, 3, 8, 128])
 
 
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="the native extension is not built")
-@settings(max_examples=75)
-@given(packable(max_nnz=300), forms, blocks)
-def test_native_messages_equal_those_of_the_specification_bit_for_bit(original, form, block):
+needs_native = pytest.mark.skipif(len(BACKENDS) == 1, reason="the native extension is not built")
+
+
+def compare_backends(codec, original):
+    """Check that a message is the same bits from both backends, and is decoded as was said."""
     with using("native"):
-        fast = Packed(form, block=block).encode(original)
+        fast = codec.encode(original)
+        same_vector(Packed().decode(fast.payload, original.size), fast.decoded)
     with using("torch"):
-        slow = Packed(form, block=block).encode(original)
+        slow = codec.encode(original)
     assert torch.equal(fast.payload, slow.payload)
     same(fast.decoded.values, slow.decoded.values)
 
 
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="the native extension is not built")
+@needs_native
+@settings(max_examples=75)
+@given(packable(max_nnz=300), forms, blocks)
+def test_native_messages_equal_those_of_the_specification_bit_for_bit(original, form, block):
+    compare_backends(Packed(form, block=block), original)
+
+
+@needs_native
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("density", [1e-5, 1e-3, 0.01, 0.3, 1.0])
 def test_long_native_messages_equal_those_of_the_specification(form, density):
@@ -46,16 +55,10 @@ def test_long_native_messages_equal_those_of_the_specification(form, density):
     indices = (torch.rand(size, generator=generator) < density).nonzero().flatten()
     any_bits = torch.randint(-(1 << 31), 1 << 31, (indices.numel(),), generator=generator)
     values = any_bits.to(torch.int32).view(torch.float32)  # of all magnitudes, NaN among them
-    with using("native"):
-        fast = Packed(form).encode(SparseVector(indices, values, size))
-        same_vector(Packed().decode(fast.payload, size), fast.decoded)
-    with using("torch"):
-        slow = Packed(form).encode(SparseVector(indices, values, size))
-    assert torch.equal(fast.payload, slow.payload)
-    same(fast.decoded.values, slow.decoded.values)
+    compare_backends(Packed(form), SparseVector(indices, values, size))
 
 
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="the native extension is not built")
+@needs_native
 @pytest.mark.parametrize("indices", [[3, 3], [4, 3], [3, 10], [-1, 3], [-1, -1], [1 << 62, 3]])
 def test_native_encoding_refuses_unordered_indices(indices):
     with pytest.raises(ConfigurationError, match=r"strictly ascending within \[0, 10\)"):
@@ -106,9 +109,8 @@ def test_every_nan_is_a_nan_and_keeps_its_sign_in_bf16():
 
 
 def test_int8_rounds_to_multiples_of_the_largest_over_127(each_backend):
-    assert rounded([127.0, 0.5, 1.5, -2.5, -127.0, 0.49, 63.51], "int8") == [
-        127.0, 0.0, 2.0, -2.0, -127.0, 0.0, 64.0
-    ]  # fmt: skip
+    values = [127.0, 0.5, 1.5, -2.5, -127.0, 0.49, 63.51]
+    assert rounded(values, "int8") == [127.0, 0.0, 2.0, -2.0, -127.0, 0.0, 64.0]
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=30))
@@ -150,13 +152,9 @@ def same_bits(a, b):
     assert torch.equal(a.values[~nan], b.values[~nan]) and a.size == b.size
 
 
-problems = st.tuples(
-    st.sampled_from(CODECS),
-    st.integers(1, 400),  # size
-    st.integers(0, 120),  # entries
-    st.integers(1, 9),  # ranks
-    st.integers(0, 10_000),  # seed
-)
+# codec, size, entries, ranks, seed
+limits = (1, 400), (0, 120), (1, 9), (0, 10_000)
+problems = st.tuples(st.sampled_from(CODECS), *(st.integers(*limit) for limit in limits))
 
 
 @given(problems, st.booleans())
@@ -168,9 +166,7 @@ def test_cpp_deals_and_packs_as_the_specification(problem, special):
     for mine, other in zip(fast.messages, slow.messages, strict=True):
         assert torch.equal(mine, other)
     same_bits(fast.own, slow.own)
-    same_bits(
-        SparseVector(v.indices, fast.arriving, size), SparseVector(v.indices, slow.arriving, size)
-    )
+    same_bits(*(SparseVector(v.indices, made.arriving, size) for made in (fast, slow)))
 
 
 def exchanged(codec, vectors, world_size, rank):
@@ -250,9 +246,7 @@ def test_hostile_bytes_give_an_error_or_entries_within_the_vector(seed, place, b
 def test_messages_of_another_form_are_understood():
     size, vectors = 200, [noise(200, 90, seed) for seed in range(3)]
     others = [Packed("int8"), Packed("fp32"), Packed("int8", block=3)]
-    sent = [
-        encode_dealt(c, v, 3, r, size) for r, (c, v) in enumerate(zip(others, vectors, strict=True))
-    ]
+    sent = [encode_dealt(*of, 3, r, size) for r, of in enumerate(zip(others, vectors, strict=True))]
     messages, own = [parcels.messages[0] for parcels in sent], sent[0].own
     fast = decode_sum(Packed(), messages, 0, own, 50)
     same_bits(fast, on_the_specification(lambda: decode_sum(Packed(), messages, 0, own, 50)))

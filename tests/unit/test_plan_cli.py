@@ -7,6 +7,7 @@ import pytest
 
 from sparsync.cost.machine import Machine
 from sparsync.presets import candidates
+from tests.tables import cases
 
 BERT = ["--ranks", "32", "--model-size", "133547324", "--network", "10gbit,20us"]
 SMALL = ["--ranks", "2", "--model-size", "1000"]
@@ -35,9 +36,8 @@ def test_the_json_has_what_is_asked_for(command, tmp_path):
     assert made["choice"] == made["table"][0]["collective"] == "budgeted"
     assert made["why"].startswith("budgeted wins here: ")
     assert made["break_even_bandwidth"] > 1.25e9 and 0 < made["break_even_density"] < 1
-    assert {entry["collective"] for entry in made["table"]} == {
-        c.name for c in candidates(planned=False)
-    }
+    named = {candidate.name for candidate in candidates(planned=False)}
+    assert {entry["collective"] for entry in made["table"]} == named
     for entry in made["table"]:
         parts = entry["seconds_selection"] + entry["seconds_exchange"] - entry["seconds_hidden"]
         assert entry["seconds"] == pytest.approx(parts) and entry["bytes_sent"] > 0
@@ -53,11 +53,9 @@ def test_a_measured_machine_is_used_and_a_named_network_goes_before_it(command, 
     path = tmp_path / "doctor.json"
     machine = Machine(alpha=1e-3, beta=8e-8, select=0.0, decode=0.0)
     path.write_text(json.dumps({"machine": machine.as_dict()}))
-    out = command("plan", *SMALL, "--machine", path)[1]
-    assert "100 Mbit/s, 1 ms per message" in out
-    named = json.loads(
-        command("plan", *SMALL, "--machine", path, "--network", "1gbit,1us", "--json", "-")[1]
-    )
+    assert "100 Mbit/s, 1 ms per message" in command("plan", *SMALL, "--machine", path)[1]
+    both = ("--machine", path, "--network", "1gbit,1us")
+    named = json.loads(command("plan", *SMALL, *both, "--json", "-")[1])
     assert all(entry["seconds_selection"] == 0 for entry in named["table"])
     assert named["table"][-1]["seconds_exchange"] < 1e-3
 
@@ -65,8 +63,6 @@ def test_a_measured_machine_is_used_and_a_named_network_goes_before_it(command, 
 def test_a_round_trip_comes_on_top(command):
     far = [*BERT, "--density", "0.001", "--rtt", "80ms"]
     assert "40 ms per message" in command("plan", *far)[1]
-    code, _, err = command("plan", *BERT, "--rtt", "80")
-    assert code == 2 and "--rtt '80' is not a duration; write it like 80ms" in err
 
 
 def test_one_rank_has_one_sentence(command):
@@ -118,9 +114,8 @@ def test_the_papers_model_is_table_1_on_my_alpha_and_beta(command):
     assert "fastest in the worst case: P = 16: Ok-Topk, P = 64: Ok-Topk" in out
     line = ["plan", "--model", "paper", "--ranks", "16,64", *given, "--json", "-"]
     rows = json.loads(command(*line)[1])
-    assert [row["published"] for row in rows[:6]] == [
-        *("Dense", "TopkA", "TopkDSA", "gTopk", "Gaussiank", "Ok-Topk")
-    ]
+    published = ["Dense", "TopkA", "TopkDSA", "gTopk", "Gaussiank", "Ok-Topk"]
+    assert [row["published"] for row in rows[:6]] == published
     [row] = [row for row in rows if (row["collective"], row["ranks"]) == ("oktopk", 64)]
     assert (row["latency"], row["messages"]) == ("2 P + 2 log P", 140)
     most = 140 * 1.5e-6 + 6 * 10**6 * 63 / 64 * 0.4e-9
@@ -150,35 +145,10 @@ def test_the_memory_of_a_rank_needs_no_network(command):
     assert (found["updates"]["pinned"], offloaded["pinned"]) == (2**35, 2**36)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        ("--algorithm", "oktopk"),
-        ("--all",),
-        ("--budget", "1e6"),
-        ("--compute", 0.1),
-        ("--ranks", 8),
-    ],
+@cases(  # 4 bytes for each entry, and 12 for one in ten
+    (["--density", "0.1"], ["+ gradients      5.2 GB"]),
+    (["--network", "1gbit,50us"], ["budgeted wins here", "+ gradients      4.12 GB"]),
 )
-def test_memory_alone_refuses_what_a_prediction_of_time_needs(command, option):
-    code, _, err = command("plan", "--model-size", "1e9", "--optimizer", "adamw", *option)
-    assert code == 2 and f"{option[0]}: for predictions of time, which need --network" in err
-
-
-def test_density_changes_the_memory_of_gradients_alone(command):
-    given = ["plan", "--model-size", "1e9", "--density", "0.1", "--optimizer"]
-    code, out, _ = command(*given, "sgd")  # 4 bytes for each entry, and 12 for one in ten
-    assert code == 0 and "+ gradients      5.2 GB" in out
-    code, out, err = command(*given, "muon")
-    assert (code, out) == (2, "") and "--density has no effect on the memory of muon, with" in err
-    assert "choose one of sgd, sgd-momentum, adamw, muon" in command(*given, "adam")[2]
-
-
-def test_memory_stands_below_a_plan_and_other_optimizers_are_refused(command):
-    given = ["plan", "--model-size", "1e9", "--network", "1gbit,50us"]
-    code, out, _ = command(*given, "--optimizer", "sgd")
-    assert code == 0 and "budgeted wins here" in out and "+ gradients      4.12 GB" in out
-    code, _, err = command(*given, "--optimizer", "adam")
-    assert code == 2 and "choose one of sgd, sgd-momentum, adamw, muon" in err
-    code, _, err = command("plan", "--model-size", "7.5", "--network", "1gbit,50us")
-    assert code == 2 and "'7.5' is not a whole number" in err
+def test_the_memory_of_gradients_is_that_of_selected_entries(given, said, command):
+    code, out, _ = command("plan", "--model-size", "1e9", "--optimizer", "sgd", *given)
+    assert code == 0 and all(words in out for words in said)

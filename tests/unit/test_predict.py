@@ -9,17 +9,13 @@ from hypothesis import strategies as st
 
 from sparsync.cli.bench.measure import SimulatedRanks
 from sparsync.cli.bench.verified_row import Case
-from sparsync.collectives.costs import (
-    Job,
-    expected_union,
-    lemma_5_1_words,
-    sum_bound_words,
-)
+from sparsync.collectives.costs import Job, expected_union, lemma_5_1_words, sum_bound_words
 from sparsync.cost.machine import Machine
 from sparsync.cost.planner import predict as predict_candidate
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS, candidates, resolve
 from sparsync.published.redsync import redsync, redsync_quantized
+from tests.tables import cases
 
 MACHINE = Machine()
 NOTHING = Machine(alpha=0, beta=0, gamma=0, select=0, encode=0, decode=0)
@@ -92,30 +88,24 @@ def test_a_layer_that_is_searched_sends_between_k_and_two_k(preset):
     assert 0.99 / 1.5 <= nbytes / predicted.bytes_sent <= 2.01 / 1.5
 
 
-@pytest.mark.parametrize(
-    ("machine", "seconds"),
-    [
-        (replace(NOTHING, alpha=1), 4),  # messages
-        (replace(NOTHING, beta=1), 2 * 3 * 250 * 4),
-        (replace(NOTHING, gamma=1), 3 * 250 * 4),  # what the reduce-scatter adds
-        (replace(NOTHING, select=1), 0),  # everything is sent
-    ],
+@cases(
+    (replace(NOTHING, alpha=1), 4),  # messages
+    (replace(NOTHING, beta=1), 2 * 3 * 250 * 4),
+    (replace(NOTHING, gamma=1), 3 * 250 * 4),  # what the reduce-scatter adds
+    (replace(NOTHING, select=1), 0),  # everything is sent
 )
 def test_the_terms_of_dense(machine, seconds):
     made = predict("dense", size=1000, k=10, world_size=4, machine=machine)
     assert made.seconds == made.seconds_selection + made.seconds_exchange == seconds
 
 
-@pytest.mark.parametrize(
-    ("name", "selected", "encoded", "decoded", "applied"),
-    [
-        # the entries that four ranks hit at random
-        ("allgather", 1000, 100, 3 * 100, 1000 * (1 - 0.9**4)),
-        # others' entries, then sums; two passes
-        ("budgeted", 1000, 100, 75 + 75 + 2 * 100, 100),
-        ("quantised", 0, 0, 0, 0),
-        ("dense", 0, 0, 0, 0),
-    ],
+@cases(
+    # the entries that four ranks hit at random
+    ("allgather", 1000, 100, 3 * 100, 1000 * (1 - 0.9**4)),
+    # others' entries, then sums; two passes
+    ("budgeted", 1000, 100, 75 + 75 + 2 * 100, 100),
+    ("quantised", 0, 0, 0, 0),
+    ("dense", 0, 0, 0, 0),
 )
 def test_the_work_of_a_rank(name, selected, encoded, decoded, applied):
     job = {"size": 1000, "k": 100, "world_size": 4}
@@ -130,9 +120,8 @@ def test_the_work_of_a_rank(name, selected, encoded, decoded, applied):
 def test_one_rank_exchanges_nothing(name):
     made = predict(name, size=1000, k=10, world_size=1, machine=MACHINE)
     assert made.seconds_exchange == made.bytes_sent == made.messages == made.lower_bound_words == 0
-    assert made.seconds_selection == (
-        0 if resolve(name).result == "whole" else 1000 * MACHINE.select
-    )
+    selects = resolve(name).result != "whole"
+    assert made.seconds_selection == selects * 1000 * MACHINE.select
 
 
 @given(
@@ -163,14 +152,11 @@ def test_the_lemmas_meet_at_their_ends():
     assert sum_bound_words(Job(10**6, k, 1)) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"name": "auto"}, "the cost of 'auto' is unknown"),
-        ({"size": -1}, "size is -1"),
-        ({"k": -1}, "k is -1"),
-        ({"world_size": 0}, "world_size is 0"),
-    ],
+@cases(
+    ({"name": "auto"}, "the cost of 'auto' is unknown"),
+    ({"size": -1}, "size is -1"),
+    ({"k": -1}, "k is -1"),
+    ({"world_size": 0}, "world_size is 0"),
 )
 def test_a_job_that_cannot_be_is_refused(arguments, words):
     job = {"name": "dense", "size": 10, "k": 1, "world_size": 2, **arguments}

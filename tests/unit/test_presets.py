@@ -6,6 +6,7 @@ from sparsync.presets import PRESETS, resolve
 from sparsync.published.oktopk import OkTopk
 from sparsync.selection import Exact
 from sparsync.wire import CODECS, Coo
+from tests.tables import refuses
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -37,37 +38,20 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
     assert all(name in str(caught.value) for name in PRESETS)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("dense", {"cap": 1.0}, "dense has no option cap; it has none"),
-        ("allgather", {"buckets": 1}, "allgather has no option buckets; it has cap, codec"),
-        (
-            "oktopk",
-            {"treshold_period": 9},
-            r"no option treshold_period \(did you mean threshold_period\?\); it has balance, ",
-        ),
-        # as the paper calls it
-        (
-            "oktopk",
-            {"tau": 9},
-            r"tau \(did you mean repartition_period\?\)",
-        ),
-        ("oktopk", {"buckets": 0}, "buckets is 0; give at least 1"),
-        ("oktopk", {"threshold_period": 0}, "threshold_period is 0"),
-        ("oktopk", {"repartition_period": 0}, "repartition_period is 0"),
-        ("oktopk", {"cap": -1.0}, "cap is -1.0"),
-        (
-            "oktopk",
-            {"boundaries": "mean"},
-            "boundaries is 'mean'; choose one of histogram, average",
-        ),
-        ("oktopk", {"global_threshold": "x"}, "choose one of histogram, allgather"),
-    ],
+@refuses(
+    ("dense", {"cap": 1.0}, "dense has no option cap; it has none"),
+    ("allgather", {"buckets": 1}, "allgather has no option buckets; it has cap, codec"),
+    ("oktopk", {"treshold_period": 9}, r"\(did you mean threshold_period\?\); it has balance, "),
+    ("oktopk", {"tau": 9}, r"tau \(did you mean repartition_period\?\)"),  # as the paper calls it
+    ("oktopk", {"buckets": 0}, "buckets is 0; give at least 1"),
+    ("oktopk", {"threshold_period": 0}, "threshold_period is 0"),
+    ("oktopk", {"repartition_period": 0}, "repartition_period is 0"),
+    ("oktopk", {"cap": -1.0}, "cap is -1.0"),
+    ("oktopk", {"boundaries": "mean"}, "boundaries is 'mean'; choose one of histogram, average"),
+    ("oktopk", {"global_threshold": "x"}, "choose one of histogram, allgather"),
 )
-def test_bad_options_fail_before_the_first_step(name, options, says):
-    with pytest.raises(ConfigurationError, match=says):
-        resolve(name, **options)
+def test_bad_options_fail_before_the_first_step(name, options):
+    resolve(name, **options)
 
 
 @pytest.mark.parametrize("trigger", [0.5, float("nan")])
@@ -91,13 +75,9 @@ def test_other_densities_are_refused(density):
 
 
 def test_a_codec_is_an_object_or_its_name():
-    named = resolve("allgather", codec="packed")
-    assert named.make_collective().codec is CODECS["packed"]
+    assert resolve("allgather", codec="packed").make_collective().codec is CODECS["packed"]
     for given, says in (
-        (
-            "pakced",
-            r"unknown codec 'pakced' \(did you mean packed.*, packed, packed-fp32, packed-int8, ",
-        ),
+        ("pakced", r"codec 'pakced' \(did you mean packed.*, packed, packed-fp32, packed-int8, "),
         (Coo, r"allgather: codec is .*Coo.*; give an object, Coo\(\)"),
         (3, "allgather: codec is 3; give a codec or the name of one"),
     ):

@@ -1,6 +1,7 @@
 """Test how regions are cut, scheduled and balanced, and the quantiles of keys over all ranks."""
 
 from bisect import bisect_left
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -20,9 +21,8 @@ world_sizes = st.integers(1, 17)
 def counts_and_targets(draw):
     counts = draw(counts_of_ranks)
     total = sum(counts)
-    inner = draw(
-        st.lists(st.integers(0, total), min_size=len(counts) - 1, max_size=len(counts) - 1)
-    )
+    cuts = len(counts) - 1
+    inner = draw(st.lists(st.integers(0, total), min_size=cuts, max_size=cuts))
     return counts, [b - a for a, b in pairwise([0, *sorted(inner), total])]
 
 
@@ -122,17 +122,10 @@ def bracket_on_all_ranks(shares, positions, *, stop, bins=8, tolerance=1, start_
 
     async def program(comm):
         keys = torch.tensor(sorted(shares[comm.rank]), dtype=torch.int64)
-        return await quantiles(
-            comm,
-            lambda edges: torch.searchsorted(keys, edges),
-            lambda total: positions,
-            stop=stop,
-            bins=bins,
-            tolerance=lambda total: tolerance,
-            start_at=start_at,
-            count_limit=1 << 20,
-            phase="quantiles",
-        )
+        given = {"stop": stop, "bins": bins, "start_at": start_at, "count_limit": 1 << 20}
+        given |= {"tolerance": lambda total: tolerance, "phase": "quantiles"}
+        count = partial(torch.searchsorted, keys)
+        return await quantiles(comm, count, lambda total: positions, **given)
 
     simulation = simulate(program, len(shares))
     assert all(result == simulation.results[0] for result in simulation.results)
@@ -165,16 +158,8 @@ def problems(draw):
     positions = sorted(draw(st.lists(st.integers(0, total + 2), max_size=5)))
     low, high = sorted(draw(st.tuples(st.integers(0, stop), st.integers(0, stop))))
     start_at = draw(st.sampled_from([None, (low, high)])) if low < high else None
-    return (
-        shares,
-        positions,
-        {
-            "stop": stop,
-            "start_at": start_at,
-            "bins": draw(st.sampled_from([2, 8, 64])),
-            "tolerance": draw(st.integers(1, 5)),
-        },
-    )
+    options = {"bins": draw(st.sampled_from([2, 8, 64])), "tolerance": draw(st.integers(1, 5))}
+    return shares, positions, {"stop": stop, "start_at": start_at, **options}
 
 
 @settings(max_examples=60)

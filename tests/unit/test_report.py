@@ -5,17 +5,15 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from sparsync.cli import output
 from sparsync.cli.train import report
 from sparsync.cli.train.report import comparison
-from sparsync.cli.train.results import (
-    TrainResult,
-    seconds_of_all,
-    with_target,
-)
+from sparsync.cli.train.results import TrainResult, seconds_of_all, with_target
 from sparsync.errors import ConfigurationError
+from tests.tables import cases
+
+from . import consoles
 
 CONTRACT = {
     *("algorithm", "ranks", "steps", "density", "parameters", "optimizer", "lr", "loss"),
@@ -28,37 +26,18 @@ CONTRACT = {
 
 
 def result(algorithm, sent, **changed):
+    share = sent / 1_323_840
     fields = {
-        "algorithm": algorithm,
-        "ranks": 4,
-        "steps": 60,
-        "density": 1.0 if algorithm == "dense" else 0.01,
-        "parameters": 1_323_840,
-        "optimizer": "sgd",
-        "lr": 0.1,
-        "loss": [6.0 - step / 20 for step in range(60)],
-        "eval_loss": 3.25,
-        "seconds_total": 12.5,
-        "seconds_per_step_mean": 0.2,
-        "seconds_per_step_median": 0.2,
-        "bytes_sent_per_step_max": sent,
-        "replicas_equal": True,
-        "bytes_sent": [sent] * 60,
-        "sent_per_parameter_and_step": sent / 1_323_840,
-        "received_per_parameter_and_step": 3 * sent / 1_323_840,
-        "seed": 0,
-        "batch_size": 8,
-        "context": 64,
-        "warmup_steps": 0,
-        "seconds": [0.2] * 60,
-        "seconds_computation_median": 0.15,
-        "seconds_rest_median": 0.05,
-        "bytes_counted": "formula" if algorithm in ("dense", "fp16", "powersgd") else "ledger",
-        "bytes_kernel": None,
-        "transport": "torch",
-        "lab": None,
-        "layers": 4,
-        "width": 160,
+        **{"algorithm": algorithm, "ranks": 4, "steps": 60, "optimizer": "sgd", "lr": 0.1},
+        **{"density": 1.0 if algorithm == "dense" else 0.01, "parameters": 1_323_840},
+        **{"loss": [6.0 - step / 20 for step in range(60)], "eval_loss": 3.25, "seed": 0},
+        **{"seconds_total": 12.5, "seconds_per_step_mean": 0.2, "seconds_per_step_median": 0.2},
+        **{"seconds": [0.2] * 60, "seconds_computation_median": 0.15, "seconds_rest_median": 0.05},
+        **{"bytes_sent_per_step_max": sent, "bytes_sent": [sent] * 60, "bytes_kernel": None},
+        **{"sent_per_parameter_and_step": share, "received_per_parameter_and_step": 3 * share},
+        **{"bytes_counted": "formula" if algorithm in ("dense", "fp16", "powersgd") else "ledger"},
+        **{"replicas_equal": True, "batch_size": 8, "context": 64, "warmup_steps": 0},
+        **{"transport": "torch", "lab": None, "layers": 4, "width": 160},
     }
     return TrainResult(**{**fields, **changed})
 
@@ -67,10 +46,7 @@ DENSE, SPARSE = result("dense", 8_000_000), result("oktopk", 200_000)
 
 
 def shown(*results, width=80):
-    console = Console(width=width, file=None, record=True, quiet=False)
-    with console.capture() as captured:
-        console.print(comparison(results))
-    return captured.get()
+    return consoles.shown(comparison(results), width=width)
 
 
 def test_the_json_has_the_keys_that_others_read():
@@ -101,20 +77,13 @@ def test_a_lucky_batch_is_no_loss_reached():
     assert with_target([noisy]) == [noisy]  # without dense there is no target
 
 
-ranks_of_seconds = st.integers(1, 20).flatmap(
-    lambda steps: st.lists(
-        st.lists(st.floats(0, 10), min_size=steps, max_size=steps), min_size=1, max_size=5
-    )
-)
-
-
-@given(ranks_of_seconds)
-def test_a_step_is_over_when_the_last_rank_is_through(ranks):
+@given(st.data(), st.integers(1, 20), st.integers(1, 5))
+def test_a_step_is_over_when_the_last_rank_is_through(data, steps, count):
+    times = st.lists(st.floats(0, 10), min_size=steps, max_size=steps)
+    ranks = [data.draw(times) for _ in range(count)]
     seconds = seconds_of_all(ranks)
-    slowest_each = [max(times) for times in zip(*ranks, strict=True)]
-    assert all(
-        -1e-9 <= mine <= most + 1e-9 for mine, most in zip(seconds, slowest_each, strict=True)
-    )
+    slowest = map(max, zip(*ranks, strict=True))
+    assert all(-1e-9 <= s <= most + 1e-9 for s, most in zip(seconds, slowest, strict=True))
     assert sum(seconds) == pytest.approx(max(map(sum, ranks)))
 
 
@@ -142,15 +111,12 @@ def test_the_time_per_step_is_the_mean_and_the_median_is_labelled():
     assert "time per step: the mean over all steps; the median step: 20 ms (local)" in table
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "share", "said"),
-    [
-        ("redsync", 0.934, "redsync: 93 % of its bytes are of layers that it leaves uncompressed, "
-                           "being small (compress_thd)"),
-        ("redsync:thsd1=0,thsd2=1", 0.9, "being small (compress_thd)"),
-        ("sparcml", 0.6, "sparcml: 60 % of its bytes are of layers that it leaves uncompressed"),
-        ("redsync", 0.4, None),
-    ],
+@cases(
+    ("redsync", 0.934, "redsync: 93 % of its bytes are of layers that it leaves uncompressed, "
+                       "being small (compress_thd)"),
+    ("redsync:thsd1=0,thsd2=1", 0.9, "being small (compress_thd)"),
+    ("sparcml", 0.6, "sparcml: 60 % of its bytes are of layers that it leaves uncompressed"),
+    ("redsync", 0.4, None),
 )  # fmt: skip
 def test_the_caption_says_where_most_bytes_are_dense(algorithm, share, said):
     table = " ".join(shown(result(algorithm, 1, dense_share=share), width=200).split())

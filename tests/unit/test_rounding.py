@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparsync import ConfigurationError, DenseVector, SparseVector
 from sparsync.published.redsync import SignMean
 from sparsync.wire.qsgd import Qsgd, SparseQsgd
+from tests.tables import cases
 
 from .strategies import FLOATS, same, same_vector, smallest
 from .wire_messages import hex_of, messages, packable, rounded, vector
@@ -152,25 +153,21 @@ def test_a_block_cut_short_shrinks_by_its_own_length():
     factor = 1 / (1 + codec.omega(16))
     mean = samples(Qsgd(4, block=16, shrink=True), x).mean(0)
     torch.testing.assert_close(mean, factor * x.double(), rtol=0, atol=0.05)
-    one = rounded(codec, torch.tensor([2.0]))
-    assert float(one) == pytest.approx(2.0 / (1 + codec.omega(1)))
+    assert float(rounded(codec, torch.tensor([2.0]))) == pytest.approx(2.0 / (1 + codec.omega(1)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"bits": 2}, False),
-        ({"bits": 4}, False),
-        ({"bits": 8}, True),  # sqrt(1024) / 127
-        ({"bits": 4, "block": 48}, True),
-        ({"bits": 4, "block": 49}, False),  # 49 / 7^2
-        ({"bits": 2, "block": 8, "scale": "max"}, True),
-        ({"bits": 2, "block": 9, "scale": "max"}, False),  # sqrt(1 + 8) is 3
-        ({"bits": 4, "block": 392, "scale": "max"}, True),
-        ({"bits": 4, "block": 393, "scale": "max"}, False),
-        ({"bits": 8, "block": 65535, "scale": "max"}, True),
-        ({"bits": 2, "shrink": True}, True),
-    ],
+@cases(
+    ({"bits": 2}, False),
+    ({"bits": 4}, False),
+    ({"bits": 8}, True),  # sqrt(1024) / 127
+    ({"bits": 4, "block": 48}, True),
+    ({"bits": 4, "block": 49}, False),  # 49 / 7^2
+    ({"bits": 2, "block": 8, "scale": "max"}, True),
+    ({"bits": 2, "block": 9, "scale": "max"}, False),  # sqrt(1 + 8) is 3
+    ({"bits": 4, "block": 392, "scale": "max"}, True),
+    ({"bits": 4, "block": 393, "scale": "max"}, False),
+    ({"bits": 8, "block": 65535, "scale": "max"}, True),
+    ({"bits": 2, "shrink": True}, True),
 )
 def test_contractive_says_whether_the_error_may_be_kept(arguments, expected):
     assert Qsgd(**arguments).contractive is SparseQsgd(**arguments).contractive is expected
@@ -222,7 +219,6 @@ def test_float64_is_first_rounded_to_float32():
 
 
 NAN, INF = math.nan, math.inf
-LARGEST = torch.finfo(torch.float32).max
 
 
 def layers_of(original: SparseVector, codec: SignMean) -> list[SparseVector]:

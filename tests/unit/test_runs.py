@@ -105,8 +105,7 @@ def test_any_run_of_a_total_is_that_of_the_whole(monkeypatch, bits, block):
                 assert torch.equal(rest, 1 - whole[start:stop])
         return reduced.total.values, reduced.delivered.values
 
-    results = simulate(program, world_size=3).results
-    totals, delivered = zip(*results, strict=True)
+    totals, delivered = zip(*simulate(program, world_size=3).results, strict=True)
     assert torch.equal(totals[0], totals[1])
     torch.testing.assert_close(sum(delivered), totals[0])
 
@@ -127,8 +126,7 @@ def test_units_and_vector_have_each_others_places():
             for its, at, here in layout.units_at(slice(start, 24)):
                 if its == number:
                     assert torch.equal(whole[at], vector[start:][here])
-    covered = sum(at.stop - at.start for _, at, _ in layout.units_at(slice(0, 24)))
-    assert covered == 24
+    assert sum(at.stop - at.start for _, at, _ in layout.units_at(slice(0, 24))) == 24
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from sparsync.averaging import LocalSgd
 from sparsync.averaging.averager import Averager
@@ -16,26 +15,25 @@ from sparsync.cli.train.settings import TrainSettings
 from sparsync.errors import ConfigurationError
 from sparsync.presets import PRESETS
 from sparsync.updates.sync import UpdateSync
+from tests.tables import cases, refused
+
+ADAMW = {"workload": "digits", "optimizer": "adamw", "transport": "torch"}
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES))
 def test_a_scheme_is_made_without_arguments_and_has_its_defaults(name):
-    averager = SCHEMES[name]()
-    assert isinstance(averager, Averager)
+    assert isinstance(SCHEMES[name](), Averager)
     assert not set(options_of(name)) & {"model", "comm", "buffers", "optimizer", "moments"}
     check_algorithms(TrainSettings(optimizer="adamw"), [name])
 
 
-@pytest.mark.parametrize(
-    ("flag", "given", "without", "having"),
-    [
-        ("--density", {"density": 0.1}, ["dense", "powersgd", "wagma", "quantised"], "oktopk"),
-        ("--density", {"density": 0.1}, ["qsparse-local:density=0.2"], "qsparse-local"),
-        ("--warmup-steps", {"warmup_steps": 7}, ["dense", "local"], "budgeted"),
-        ("--momentum-correction", {"momentum_correction": True}, ["fp16", "wagma"], "redsync"),
-        ("--buffers local", {"buffers": "local"}, ["dense", "oktopk"], "local"),
-        ("--curve-keys", {"curve_keys": Path(), "transport": "zmq"}, ["dense"], "sparcml"),
-    ],
+@cases(
+    ("--density", {"density": 0.1}, ["dense", "powersgd", "wagma", "quantised"], "oktopk"),
+    ("--density", {"density": 0.1}, ["qsparse-local:density=0.2"], "qsparse-local"),
+    ("--warmup-steps", {"warmup_steps": 7}, ["dense", "local"], "budgeted"),
+    ("--momentum-correction", {"momentum_correction": True}, ["fp16", "wagma"], "redsync"),
+    ("--buffers local", {"buffers": "local"}, ["dense", "oktopk"], "local"),
+    ("--curve-keys", {"curve_keys": Path(), "transport": "zmq"}, ["dense"], "sparcml"),
 )
 def test_a_flag_without_effect_on_any_algorithm_is_refused(flag, given, without, having, capsys):
     settings = TrainSettings(workload="digits", optimizer="sgd", **given)
@@ -44,31 +42,21 @@ def test_a_flag_without_effect_on_any_algorithm_is_refused(flag, given, without,
     check_algorithms(settings, [*without, having])
     # its exchange takes them, dense included
     check_algorithms(replace(settings, space="local"), ["dense"])
-    assert ("which --curve-keys does not encrypt" in capsys.readouterr().err) == (
-        "curve_keys" in given
-    )
+    told = "which --curve-keys does not encrypt" in capsys.readouterr().err
+    assert told == ("curve_keys" in given)
 
 
 def test_a_name_means_one_thing():
     assert not set(SCHEMES) & {*PRESETS, *HOOKS}
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_an_option_goes_to_the_schemes_that_have_it(one_rank):
+def test_an_option_goes_to_the_schemes_that_have_it(alone):
     settings = TrainSettings(workload="digits", period=3, density=0.1, transport="torch")
     # one of them has a period, and another one a density
     check_algorithms(settings, ["dense", "allreduce", "local", "qsparse-local"])
     own, workload = "qsparse-local:period=5,density=0.2", settings.make_workload()
-    made = {
-        name: make_exchange(settings, name, workload.make_model(0))
-        for name in ("allreduce", "Local SGD", "qsparse-local", own)
-    }
+    names = "allreduce", "Local SGD", "qsparse-local", own
+    made = {name: make_exchange(settings, name, workload.make_model(0)) for name in names}
     assert isinstance(made["Local SGD"].after_step.__self__, LocalSgd)
     assert made["allreduce"].options == {"buffers": "average"}
     assert made["Local SGD"].options == {"buffers": "average", "period": 3}
@@ -80,11 +68,9 @@ def test_an_option_goes_to_the_schemes_that_have_it(one_rank):
         exchange.close()
 
 
-def test_the_outer_steps_family_is_attached_unless_buffers_stay_local(one_rank):
+def test_the_outer_steps_family_is_attached_unless_buffers_stay_local(alone):
     for buffers, attached in (("average", True), ("local", False)):
-        settings = TrainSettings(
-            workload="digits", optimizer="adamw", transport="torch", buffers=buffers
-        )
+        settings = TrainSettings(**ADAMW, buffers=buffers)
         model = settings.make_workload().make_model(0)
         made = make_exchange(settings, "updates", model)
         assert isinstance(made.finish.__self__, UpdateSync) is attached
@@ -92,10 +78,8 @@ def test_the_outer_steps_family_is_attached_unless_buffers_stay_local(one_rank):
 
 
 @pytest.mark.parametrize("buffers", ["average", "local"])
-def test_what_moves_by_signs_runs_sgd_at_the_rate_that_is_scheduled(one_rank, buffers):
-    settings = TrainSettings(
-        workload="digits", optimizer="adamw", lr=0.003, transport="torch", buffers=buffers
-    )
+def test_what_moves_by_signs_runs_sgd_at_the_rate_that_is_scheduled(alone, buffers):
+    settings = TrainSettings(**ADAMW, lr=0.003, buffers=buffers)
     workload = settings.make_workload()
     model = workload.make_model(0)
     made = make_exchange(settings, "demo", model)
@@ -125,9 +109,7 @@ def test_the_default_exchange_of_updates_may_train_to_a_target():
 
 def test_an_option_that_no_algorithm_has_is_refused():
     check_algorithms(TrainSettings(period=3, space="local"), ["oktopk"])
-    with pytest.raises(
-        ConfigurationError, match="period is 3, but none of oktopk, allreduce has it"
-    ):
+    with refused("period is 3, but none of oktopk, allreduce has it"):
         check_algorithms(TrainSettings(period=3), ["oktopk", "allreduce"])
 
 

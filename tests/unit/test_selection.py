@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsync import ConfigurationError, SparseVector, kernels
+from sparsync import SparseVector, kernels
 from sparsync.published.baselines import GaussianK
 from sparsync.published.oktopk import Reused, ReusedState, oktopk
 from sparsync.published.oktopk import reuse as reused
@@ -17,6 +17,7 @@ from sparsync.selection import Blockwise, Exact, Sampled
 from sparsync.selection.sampled import SampledState
 from sparsync.selection.selector import largest
 from sparsync.units import plan_units
+from tests.tables import cases, refuses
 
 from .selection_inputs import INF, NAMES, NAN, inputs
 from .strategies import FLOATS, dense_tensors, same, same_vector
@@ -43,33 +44,28 @@ def test_selectors_keep_their_promise_on_awkward_inputs(name, dtype):
         same_vector(Exact().select(accumulated, k, 0), SparseVector.from_dense(accumulated).top(k))
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "says"),
-    [
-        (Reused, {"threshold_period": 0}, "threshold_period is 0; give at least 1 step"),
-        (Reused, {"threshold_period": "never"}, 'is never; give at least 1 step, or "auto"'),
-        (Reused, {"cap": 0.0}, "cap is 0.0; give a factor > 0"),
-        (Reused, {"cap": NAN}, "cap is nan"),
-        (Reused, {"floor": 1.5}, "floor is 1.5; give a factor of k"),
-        (oktopk, {"threshold_period": "auto", "global_threshold": "allgather"},
-         "'auto' needs global_threshold='histogram'"),
-        (GaussianK, {"enough": 1.0}, "enough is 1.0; give a fraction of k"),
-        (GaussianK, {"enough": NAN}, "enough is nan"),
-        (GaussianK, {"scaling": 1.0}, "scaling is 1.0; give a factor"),
-        (GaussianK, {"scaling": 0.0}, "scaling is 0.0"),
-        (GaussianK, {"trials": 0}, "trials is 0; give at least 1"),
-        (Blockwise, {"block": 0}, "block is 0; give at least 1 element"),
-        (Blockwise, {"entries": 0}, "entries is 0; give 1 to 512 per block, or None"),
-        (Blockwise, {"entries": 9, "block": 8}, "entries is 9; give 1 to 8"),
-        (Sampled, {"fraction": 0.0}, "fraction is 0.0; give a fraction of the elements"),
-        (Sampled, {"fraction": NAN}, "fraction is nan"),
-        (Sampled, {"enough": 1.5}, "enough is 1.5; give a fraction of k"),
-        (Sampled, {"least": 0}, "least is 0; give at least 1"),
-    ],
-)  # fmt: skip
-def test_bad_constants_are_refused(make, arguments, says):
-    with pytest.raises(ConfigurationError, match=says):
-        make(**arguments)
+@refuses(
+    (Reused, {"threshold_period": 0}, "threshold_period is 0; give at least 1 step"),
+    (Reused, {"threshold_period": "never"}, 'is never; give at least 1 step, or "auto"'),
+    (Reused, {"cap": 0.0}, "cap is 0.0; give a factor > 0"),
+    (Reused, {"cap": NAN}, "cap is nan"),
+    (Reused, {"floor": 1.5}, "floor is 1.5; give a factor of k"),
+    (oktopk, {"threshold_period": "auto", "global_threshold": "allgather"}, "'histogram'"),
+    (GaussianK, {"enough": 1.0}, "enough is 1.0; give a fraction of k"),
+    (GaussianK, {"enough": NAN}, "enough is nan"),
+    (GaussianK, {"scaling": 1.0}, "scaling is 1.0; give a factor"),
+    (GaussianK, {"scaling": 0.0}, "scaling is 0.0"),
+    (GaussianK, {"trials": 0}, "trials is 0; give at least 1"),
+    (Blockwise, {"block": 0}, "block is 0; give at least 1 element"),
+    (Blockwise, {"entries": 0}, "entries is 0; give 1 to 512 per block, or None"),
+    (Blockwise, {"entries": 9, "block": 8}, "entries is 9; give 1 to 8"),
+    (Sampled, {"fraction": 0.0}, "fraction is 0.0; give a fraction of the elements"),
+    (Sampled, {"fraction": NAN}, "fraction is nan"),
+    (Sampled, {"enough": 1.5}, "enough is 1.5; give a fraction of k"),
+    (Sampled, {"least": 0}, "least is 0; give at least 1"),
+)
+def test_bad_constants_are_refused(make, arguments):
+    make(**arguments)
 
 
 # ---- everything, exact, reused ------------------------------------------------------------------
@@ -97,9 +93,7 @@ def test_reused_takes_what_reaches_the_last_exact_threshold():
     assert selector.state == ReusedState(key(5.0))
 
 
-@pytest.mark.parametrize(
-    ("cap", "expected"), [(1.0, [1, 3]), (1.5, [0, 1, 3]), (None, [0, 1, 3, 4]), (0.4, [1])]
-)
+@cases((1.0, [1, 3]), (1.5, [0, 1, 3]), (None, [0, 1, 3, 4]), (0.4, [1]))
 def test_reused_takes_at_most_cap_times_k_the_largest_first(cap, expected):
     selector = Reused(threshold_period=32, cap=cap)
     selector.select(torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0]), k=2, step=0)
@@ -107,15 +101,12 @@ def test_reused_takes_at_most_cap_times_k_the_largest_first(cap, expected):
     assert selected.indices.tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("floor", "values", "expected", "threshold"),
-    [
-        # no element reaches 3, fewer than the floor: exact again
-        (0.5, [1.0, 0.5, 0.2, 0.1], [0, 1], 0.5),
-        (0.5, [3.0, 0.5, 0.2, 0.1], [0], 3.0),  # 1 of 2 is not below the floor
-        (1.0, [3.0, 0.5, 0.2, 0.1], [0, 1], 0.5),
-        (None, [1.0, 0.5, 0.2, 0.1], [], 3.0),  # as published
-    ],
+@cases(
+    # no element reaches 3, fewer than the floor: exact again
+    (0.5, [1.0, 0.5, 0.2, 0.1], [0, 1], 0.5),
+    (0.5, [3.0, 0.5, 0.2, 0.1], [0], 3.0),  # 1 of 2 is not below the floor
+    (1.0, [3.0, 0.5, 0.2, 0.1], [0, 1], 0.5),
+    (None, [1.0, 0.5, 0.2, 0.1], [], 3.0),  # as published
 )
 def test_reused_is_exact_where_too_few_reach_the_threshold(floor, values, expected, threshold):
     selector = Reused(threshold_period=32, floor=floor)
@@ -193,9 +184,8 @@ def test_no_step_deviates_by_more_than_the_band_and_few_are_exact(looks):
     """The gradient shrinks by a third under error feedback; a period drifts, but the band holds."""
     generator = torch.Generator().manual_seed(0)
     scale = torch.randn(SIZE, generator=generator).exp()
-    gradients = [
-        0.999**step * scale * torch.randn(SIZE, generator=generator) for step in range(300)
-    ]
+    drawn = (torch.randn(SIZE, generator=generator) for _ in range(300))
+    gradients = [0.999**step * scale * one for step, one in enumerate(drawn)]
 
     def run(selector):
         accumulated, deviations = torch.zeros(SIZE), []
@@ -241,8 +231,7 @@ def first_trial(accumulated: Tensor, k: int) -> int:
 def test_normal_entries_are_selected_at_their_density(density):
     """If its assumption holds, the method is accurate to a few per cent without further trials."""
     k = round(density * SIZE)
-    nnz = first_trial(0.3 * noise(), k)
-    assert nnz == pytest.approx(k, abs=5 * k**0.5)
+    assert first_trial(0.3 * noise(), k) == pytest.approx(k, abs=5 * k**0.5)
 
 
 @given(dense_tensors(max_size=60), st.integers(1, 80))
@@ -303,11 +292,8 @@ def block_by_block(accumulated, entries: int, block: int) -> SparseVector:
     size, parts = accumulated.numel(), []
     for start in range(0, size, block):
         piece = accumulated[start : start + block]
-        of_this = (
-            entries
-            if piece.numel() == block
-            else max(math.floor(entries * piece.numel() / block + 0.5), 1)
-        )
+        part = piece.numel() / block
+        of_this = entries if part == 1 else max(math.floor(entries * part + 0.5), 1)
         top = SparseVector.from_dense(piece).top(of_this)
         parts.append(top.embed(start, size))
     return SparseVector.join(parts) if parts else SparseVector.empty(size, accumulated)
@@ -326,10 +312,8 @@ def test_without_entries_a_block_gives_its_part_of_k(accumulated, block, k):
     size = accumulated.numel()
     selected = Blockwise(block=block).select(accumulated, k, 0)
     if size:
-        enough = (
-            e for e in range(1, block + 1) if math.floor(e * size / block + 0.5) >= min(k, size)
-        )
-        same_vector(selected, block_by_block(accumulated, next(enough), block))
+        whole = [math.floor(e * size / block + 0.5) >= min(k, size) for e in range(1, block + 1)]
+        same_vector(selected, block_by_block(accumulated, 1 + whole.index(True), block))
     assert selected.nnz <= k + -(-size // block)
 
 

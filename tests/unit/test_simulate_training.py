@@ -18,6 +18,7 @@ from sparsync.collectives.costs import Job
 from sparsync.cost.machine import Machine
 from sparsync.presets import PRESETS, resolve
 from sparsync.transports.sim import Links, TwoLevel
+from tests.tables import cases, refuses
 
 N, K = 400_000, 4_000
 FREE = Machine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -33,15 +34,12 @@ def alone(algorithm, **options):
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
-@pytest.mark.parametrize(
-    ("algorithm", "tolerance"),
-    [
-        ("dense", 1e-3),
-        ("allgather", 1e-3),
-        # chance makes some regions' messages longer than the mean
-        ("oktopk", 0.1),
-        ("budgeted", 0.1),
-    ],
+@cases(
+    ("dense", 1e-3),
+    ("allgather", 1e-3),
+    # chance makes some regions' messages longer than the mean
+    ("oktopk", 0.1),
+    ("budgeted", 0.1),
 )
 def test_virtual_time_is_the_closed_forms_where_bandwidth_counts(algorithm, tolerance, ranks):
     cost = resolve(algorithm).make_collective().cost(Job(N, K, ranks))
@@ -52,10 +50,7 @@ def test_virtual_time_is_the_closed_forms_where_bandwidth_counts(algorithm, tole
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    ("algorithm", "tolerance"),
-    [("dense", 1e-3), ("allgather", 0.02), ("gtopk", 0.02), ("halving", 0.1), ("oktopk", 0.25)],
-)
+@cases(("dense", 1e-3), ("allgather", 0.02), ("gtopk", 0.02), ("halving", 0.1), ("oktopk", 0.25))
 def test_a_64th_of_the_model_takes_as_long(algorithm, tolerance):
     """With P = 32 and as few as 32 entries per rank and 6 per pair, differences are due to chance.
 
@@ -63,16 +58,9 @@ def test_a_64th_of_the_model_takes_as_long(algorithm, tolerance):
     less.
     """
     few = algorithm in ("dense", "allgather", "gtopk")
-    make = partial(
-        alone,
-        algorithm,
-        ranks=32,
-        model_size=(100 if few else 600) * 32 * 64,
-        links=Links(20e-6, 80e-9),
-        machine=Machine(),
-        warmup=0,
-    )
-    whole, part = make(scale=1.0), make(scale=64.0)
+    given = {"ranks": 32, "machine": Machine(), "warmup": 0, "links": Links(20e-6, 80e-9)}
+    size = (100 if few else 600) * 32 * 64
+    whole, part = (alone(algorithm, model_size=size, scale=s, **given) for s in (1.0, 64.0))
     for name in ("seconds", "seconds_selection", "seconds_packing", "bytes_sent"):
         assert part.mean(name) == pytest.approx(whole.mean(name), rel=tolerance), name
 
@@ -112,15 +100,20 @@ def test_work_is_charged_by_the_machine():
     assert row.mean("seconds_packing") == pytest.approx(3 / 4 * 4 * N * 1e-6)
 
 
-def test_the_parts_sum_to_the_step_and_the_baselines_come_first():
-    rows = simulate_training(settings(("oktopk",), ranks=4, compute=0.01, model_size=20 * N))
-    assert [row.algorithm for row in rows] == ["Dense", "DenseOvlp", "oktopk"]
-    assert [(row.buckets, row.overlap) for row in rows] == [(1, False), (2, True), (1, False)]
+def check_parts(*rows):
+    """Check that the parts of a step sum to it."""
     for row in rows:
         parts = ("computation", "selection", "packing", "communication")
         total = sum(row.mean(f"seconds_{part}") for part in parts)
         assert total == pytest.approx(row.mean("seconds"))
-        assert row.mean("seconds_communication") > 0
+
+
+def test_the_parts_sum_to_the_step_and_the_baselines_come_first():
+    rows = simulate_training(settings(("oktopk",), ranks=4, compute=0.01, model_size=20 * N))
+    assert [row.algorithm for row in rows] == ["Dense", "DenseOvlp", "oktopk"]
+    assert [(row.buckets, row.overlap) for row in rows] == [(1, False), (2, True), (1, False)]
+    check_parts(*rows)
+    assert all(row.mean("seconds_communication") > 0 for row in rows)
     assert rows[1].mean("seconds") < rows[0].mean("seconds")  # what overlap hides
     busy = rows[0].steps[0].ports["send"]["busy_seconds"]
     assert len(busy) == 4 and max(busy) == rows[0].steps[0].phases["dense"]["seconds_send"]
@@ -140,9 +133,8 @@ def test_a_straggler_makes_all_wait():
 
 
 def test_a_node_shares_its_card():
-    single, node = (
-        alone("allgather", ranks=8, links=links) for links in (WIRE, TwoLevel(4, WIRE, WIRE))
-    )
+    both = WIRE, TwoLevel(4, WIRE, WIRE)
+    single, node = (alone("allgather", ranks=8, links=links) for links in both)
     assert node.mean("seconds") > 1.5 * single.mean("seconds")
     assert len(node.steps[0].ports["send"]["bytes"]) == 10
 
@@ -150,8 +142,7 @@ def test_a_node_shares_its_card():
 def test_the_seed_fixes_everything():
     def run(seed):
         options = {"compute": 0.1, "spread": 0.01, "seed": seed, "machine": Machine()}
-        row = alone("budgeted", ranks=5, **options)
-        return dataclasses.replace(row, wall_seconds=0.0)
+        return dataclasses.replace(alone("budgeted", ranks=5, **options), wall_seconds=0.0)
 
     assert run(1) == run(1) != run(2)
 
@@ -173,10 +164,9 @@ def test_whole_gradients_run(kind):
 
 @given(st.integers(1, 500), st.floats(0.001, 0.4), st.integers(1, 4), st.integers(0, 2))
 def test_places_ascend_within_their_unit(size, density, buckets, rank):
-    [contender] = settings(
-        ("allgather",), model_size=size, density=density, buckets=buckets, baselines=False
-    ).contenders()
-    source = gradients(contender, settings(model_size=size, density=density), 1.0)
+    given = {"model_size": size, "density": density}
+    [contender] = settings(("allgather",), **given, buckets=buckets, baselines=False).contenders()
+    source = gradients(contender, settings(**given), 1.0)
     for unit, values in enumerate(source.draw(rank, 0)):
         places = source.places(rank, unit)
         assert values.numel() == places.numel() == source.held[unit]
@@ -219,8 +209,8 @@ def test_what_is_no_gradient_is_refused(tmp_path, content):
 def test_an_average_of_all_models_takes_the_time_of_dense():
     dense, allreduce = (alone(name, ranks=4) for name in ("dense", "allreduce"))
     assert allreduce.algorithm == "allreduce" and len(allreduce.steps) == 1
-    assert allreduce.mean("seconds") == pytest.approx(dense.mean("seconds"), rel=1e-3)
-    assert allreduce.mean("bytes_sent") == pytest.approx(dense.mean("bytes_sent"), rel=1e-3)
+    for field in ("seconds", "bytes_sent"):
+        assert allreduce.mean(field) == pytest.approx(dense.mean(field), rel=1e-3)
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 4])
@@ -234,12 +224,11 @@ def test_a_scheme_runs_for_whole_periods(warmup):
 
 
 def test_a_scheme_on_a_part_of_the_model_takes_as_long():
-    whole, part = (
-        alone("wagma:group_size=2", ranks=4, scale=scale, compute=0.01) for scale in (1.0, 16.0)
-    )
+    make = partial(alone, "wagma:group_size=2", ranks=4, compute=0.01)
+    whole, part = make(scale=1.0), make(scale=16.0)
     assert part.scale == 16.0
-    assert part.mean("seconds") == pytest.approx(whole.mean("seconds"), rel=0.01)
-    assert part.mean("bytes_sent") == pytest.approx(whole.mean("bytes_sent"), rel=0.01)
+    for field in ("seconds", "bytes_sent"):
+        assert part.mean(field) == pytest.approx(whole.mean(field), rel=0.01)
 
 
 def test_wagma_waits_less_for_random_late_ranks_than_local_sgd_does():
@@ -248,11 +237,7 @@ def test_wagma_waits_less_for_random_late_ranks_than_local_sgd_does():
     assert wagma.algorithm == "wagma"
     assert wagma.mean("seconds") < 0.95 * local.mean("seconds")
     assert wagma.mean("seconds_computation") == local.mean("seconds_computation")
-    for row in (local, wagma):
-        parts = ("computation", "selection", "packing", "communication")
-        assert sum(row.mean(f"seconds_{part}") for part in parts) == pytest.approx(
-            row.mean("seconds")
-        )
+    check_parts(local, wagma)
 
 
 def test_a_sparse_outer_step_sends_its_entries_and_pays_for_packing_them():
@@ -262,14 +247,10 @@ def test_a_sparse_outer_step_sends_its_entries_and_pays_for_packing_them():
     assert row.mean("seconds_packing") > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("local:period=0", "period is 0; give a whole number, at least 1"),
-        ("wagma:nothing=1", "nothing"),
-        ("no-such-scheme", "unknown algorithm 'no-such-scheme'"),
-    ],
+@refuses(
+    ("local:period=0", "period is 0; give a whole number, at least 1"),
+    ("wagma:nothing=1", "nothing"),
+    ("no-such-scheme", "unknown algorithm 'no-such-scheme'"),
 )
-def test_bad_schemes_are_refused_before_anything_runs(name, said):
-    with pytest.raises(ConfigurationError, match=said):
-        settings((name,))
+def test_bad_schemes_are_refused_before_anything_runs(name):
+    settings((name,))

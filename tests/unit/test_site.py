@@ -14,6 +14,7 @@ import sparsync
 from sparsync.averaging.schemes import SCHEMES
 from sparsync.presets import PRESETS
 from tests.fresh import run_python
+from tests.tables import cases
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -85,10 +86,8 @@ def test_every_algorithm_has_a_page_whose_program_prints_what_it_shows(name):
 
 
 def test_a_page_shows_the_defaults_of_the_preset_and_not_those_of_its_collective():
-    options = re.findall(
-        r"^\| `(\w+)` \| `([^`]*)` \|", algorithms.page("oktopk-paper"), re.MULTILINE
-    )
-    shown = dict(options)
+    page = algorithms.page("oktopk-paper")
+    shown = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", page, re.MULTILINE))
     assert (shown["boundaries"], shown["global_threshold"]) == ("'average'", "'allgather'")
     assert (shown["cap"], shown["threshold_period"], shown["codec"]) == ("None", "32", "None")
 
@@ -130,9 +129,7 @@ def test_every_scheme_averages_as_its_page_says(tmp_path, monkeypatch):
     run("\n".join([BEFORE, *programs, "dist.destroy_process_group()"]), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "models"), [("allreduce", 2 * 7 / 8), ("local", 2 / 8 * 7 / 8), ("dpsgd", 2.0)]
-)
+@cases(("allreduce", 2 * 7 / 8), ("local", 2 / 8 * 7 / 8), ("dpsgd", 2.0))
 def test_models_sent_are_counted(name, models):
     assert schemes._models_sent(name, 8) == pytest.approx(models, rel=1e-3)
 
@@ -167,15 +164,12 @@ def test_the_life_of_a_gradient_prints_what_it_shows():
     assert re.search(r"( {4}gradient --.*?delivered\n)", page, re.DOTALL)[1] in sparsync.__doc__
 
 
-@pytest.mark.parametrize(
-    ("title", "contract"),
-    [
-        ("A collective", "check_collective"),
-        ("A scheme of averaging", "check_averager"),
-        ("A codec", "check_codec"),
-        ("A selector", "check_selector"),
-        ("A transport", "check_communicator"),
-    ],
+@cases(
+    ("A collective", "check_collective"),
+    ("A scheme of averaging", "check_averager"),
+    ("A codec", "check_codec"),
+    ("A selector", "check_selector"),
+    ("A transport", "check_communicator"),
 )
 def test_every_extension_is_short_and_passes_its_contract(title, contract):
     section = page_of("extending.md").split(f"\n## {title}\n")[1].split("\n## ")[0]
@@ -227,9 +221,8 @@ def test_every_public_module_has_a_place():
 
 @pytest.fixture
 def hooks():
-    return pytest.importorskip(
-        "hooks", reason="mkdocs is not installed: make docs", exc_type=ImportError
-    )
+    reason = "mkdocs is not installed: make docs"
+    return pytest.importorskip("hooks", reason=reason, exc_type=ImportError)
 
 
 def test_the_navigation_has_every_page_once(hooks):
@@ -253,14 +246,10 @@ def test_the_navigation_has_every_page_once(hooks):
 
 def test_pages_that_are_not_there_are_left_out_and_new_ones_are_listed(hooks):
     nav = [{"Home": "a.md"}, {"Train": ["b.md", {"Gradients": []}]}, {"Gone": ["gone.md"]}]
-    complete = hooks.complete(
-        [*nav, {hooks.REST: []}], ["a.md", "b.md", "c.md"], {"Gradients": ["d"]}
-    )
-    assert complete == [
-        {"Home": "a.md"},
-        {"Train": ["b.md", {"Gradients": ["d"]}]},
-        {hooks.REST: ["c.md"]},
-    ]
+    present = ["a.md", "b.md", "c.md"]
+    complete = hooks.complete([*nav, {hooks.REST: []}], present, {"Gradients": ["d"]})
+    home, train = {"Home": "a.md"}, {"Train": ["b.md", {"Gradients": ["d"]}]}
+    assert complete == [home, train, {hooks.REST: ["c.md"]}]
 
 
 @pytest.mark.parametrize("room", rooms.NAMES)
@@ -281,20 +270,16 @@ def test_a_room_has_its_page_with_those_of_its_rows_below(room, hooks):
 
 
 def test_presets_and_schemes_of_the_core_are_no_papers():
-    assert set(rooms.core("algorithms")) == {
-        *("algorithms/index.md", "algorithms/dense.md", "algorithms/budgeted.md"),
-        *("algorithms/halving.md", "algorithms/allgather.md", "algorithms/auto.md"),
-        "algorithms/quantised.md",
-    }
+    own = ("index", "dense", "budgeted", "halving", "allgather", "auto", "quantised")
+    assert set(rooms.core("algorithms")) == {f"algorithms/{name}.md" for name in own}
     assert {"schemes/local.md", "schemes/diloco.md"} < set(rooms.core("schemes"))
     assert rooms.pointer("schemes", "diloco") == []
 
 
 def test_the_home_page_begins_with_the_picture_and_the_table_of_the_readme():
     home, readme = page_of("index.md"), (ROOT / "README.md").read_text(encoding="utf-8")
-    picture, table, links = (
-        home.index(mark) for mark in ("](images/frontier.png)", "\n| ", ".md)")
-    )
+    marks = ("](images/frontier.png)", "\n| ", ".md)")
+    picture, table, links = map(home.index, marks)
     assert picture < table < links
     results = home[table : home.index("\n\n", table)].strip()
     assert len(results.splitlines()) == 9 and results in readme
@@ -318,6 +303,5 @@ def test_examples_of_the_generator(module):
 
 def test_papers_are_linked_once_and_never_inside_links():
     text = tables.linked("`SparCML` by [SparCML](https://example.org), SparCML and SparCML")
-    assert text == (
-        f"`SparCML` by [SparCML](https://example.org), [SparCML]({tables.PAPERS['SparCML']}) and SparCML"
-    )
+    page = tables.PAPERS["SparCML"]
+    assert text == f"`SparCML` by [SparCML](https://example.org), [SparCML]({page}) and SparCML"

@@ -8,6 +8,7 @@ from sparsync.errors import ConfigurationError
 from sparsync.gradients import sites
 from sparsync.gradients.sites import sites_of, time_pairs
 from sparsync.transports.sim import Links, Route, Topology, TwoLevel, simulate
+from tests.tables import cases
 
 NBYTES = 1 << 18
 
@@ -48,9 +49,8 @@ def test_links_that_are_alike_make_no_sites_whatever_the_noise(ranks, data):
 
 
 def test_links_that_take_next_to_nothing_are_alike():
-    with pytest.raises(
-        ConfigurationError, match=r"alike, 20 µs to 1 ms for 262 kB, .* above 500 µs"
-    ):
+    said = r"alike, 20 µs to 1 ms for 262 kB, .* above 500 µs"
+    with pytest.raises(ConfigurationError, match=said):
         sites_of(pairs(4, between((0, 1), (2, 3), near=20e-6, far=1e-3)), range(4), NBYTES)
 
 
@@ -62,17 +62,14 @@ def test_the_larger_gap_decides():
     assert sites_of(times, range(8), NBYTES) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "seconds", "said"),
-    [
-        (5, between((0, 1, 4), (2, 3)), r"unequal sizes, \[\[0, 1, 4\], \[2, 3\]\]; start as many"),
-        (3, between((0,), (1, 2)), r"unequal sizes, \[\[0\], \[1, 2\]\]"),
-        (
-            4,  # a chain
-            lambda a, b: 2e-3 if b == a + 1 else 0.04,
-            "rank 1 is near ranks 0 and 2, which are far from each other",
-        ),
-    ],
+@cases(
+    (5, between((0, 1, 4), (2, 3)), r"unequal sizes, \[\[0, 1, 4\], \[2, 3\]\]; start as many"),
+    (3, between((0,), (1, 2)), r"unequal sizes, \[\[0\], \[1, 2\]\]"),
+    (
+        4,
+        lambda a, b: 2e-3 if b == a + 1 else 0.04,
+        "rank 1 is near ranks 0 and 2, which",
+    ),  # a chain
 )
 def test_what_cannot_be_divided_is_refused_in_one_line(ranks, seconds, said):
     with pytest.raises(ConfigurationError, match=said) as caught:
@@ -101,14 +98,11 @@ class Asymmetric(Topology):
         return Route(1e-3, 8e-7 if source > dest else 8e-9, source, dest)
 
 
-@pytest.mark.parametrize(
-    ("topology", "size"),
-    [
-        (TwoLevel(2, inner=Links(1e-4, 8e-9), outer=Links(40e-3, 8e-8)), 2),
-        (TwoLevel(4, inner=Links(1e-4, 8e-9), outer=Links(1e-3, 8e-7)), 4),  # 10 Mbit/s
-        (TwoLevel(2, inner=Links(1e-4, 8e-9), outer=Links(1e-3, 8e-5)), 2),  # 100 kbit/s
-        (Asymmetric(), 2),
-    ],
+@cases(
+    (TwoLevel(2, inner=Links(1e-4, 8e-9), outer=Links(40e-3, 8e-8)), 2),
+    (TwoLevel(4, inner=Links(1e-4, 8e-9), outer=Links(1e-3, 8e-7)), 4),  # 10 Mbit/s
+    (TwoLevel(2, inner=Links(1e-4, 8e-9), outer=Links(1e-3, 8e-5)), 2),  # 100 kbit/s
+    (Asymmetric(), 2),
 )
 def test_sites_are_measured_within_seconds(topology, size):
     async def program(comm):

@@ -1,6 +1,7 @@
 """Test that averages keep the length of steps that does not depend on gradients."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,18 +11,13 @@ from sparsync.updates.gradient_noise import GradientNoise, noise_of
 from sparsync.updates.step_length import lengthen, of_own_length, remember
 
 RATE, DECAY = 0.1, 0.3
+DECAYED = {"lr": RATE, "weight_decay": DECAY}
 # optimizer -> whether its weight decay is decoupled
 KNOWN = {
     "amsgrad": (lambda p: torch.optim.Adam(p, RATE, weight_decay=DECAY, amsgrad=True), False),
-    "amsgrad, apart": (
-        lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY, amsgrad=True),
-        True,
-    ),
+    "amsgrad, apart": (partial(torch.optim.AdamW, **DECAYED, amsgrad=True), True),
     "NAdam": (lambda p: torch.optim.NAdam(p, RATE, weight_decay=DECAY), False),
-    "NAdam, apart": (
-        lambda p: torch.optim.NAdam(p, RATE, weight_decay=DECAY, decoupled_weight_decay=True),
-        True,
-    ),
+    "NAdam, apart": (partial(torch.optim.NAdam, **DECAYED, decoupled_weight_decay=True), True),
     "RAdam": (lambda p: torch.optim.RAdam(p, RATE), False),
     "Adamax": (lambda p: torch.optim.Adamax(p, RATE, maximize=True), False),
     "RMSprop": (lambda p: torch.optim.RMSprop(p, RATE, momentum=0.9, centered=True), False),
@@ -67,16 +63,12 @@ def test_a_step_is_lengthened_without_the_decay(make, apart, share):
     torch.testing.assert_close(optimizer.state_dict()["state"], state)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.SGD(p, RATE),
-        lambda p: torch.optim.ASGD(p, RATE),
-        type("Unknown", (torch.optim.SGD,), {}),
-    ],
-)
-def test_steps_as_long_as_gradients_are_left_alone(make):
-    optimizer = make([weights()])
+UNKNOWN = type("Unknown", (torch.optim.SGD,), {})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.ASGD, UNKNOWN])
+def test_steps_as_long_as_gradients_are_left_alone(kind):
+    optimizer = kind([weights()], RATE)
     assert not list(of_own_length(optimizer)) and stepped(optimizer)[0] is None
 
 

@@ -8,15 +8,9 @@ import sparsync
 from sparsync.errors import ConfigurationError
 from sparsync.handle import Hook
 from sparsync.updates.stepping import follow
+from tests.tables import cases
 
-pytestmark = pytest.mark.gloo
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("alone")]
 
 
 def net():
@@ -91,10 +85,8 @@ def fused(parameters):
 
 @pytest.mark.parametrize("wrap", [net, wrapped])
 @pytest.mark.parametrize("told", [False, True])
-@pytest.mark.parametrize(
-    "make", [torch.optim.AdamW, fused, Subclass, lambda given: Wrapper(torch.optim.AdamW(given))]
-)
-def test_what_a_scaler_skips_counts_once(wrap, told, make):
+@cases(torch.optim.AdamW, fused, Subclass, lambda given: Wrapper(torch.optim.AdamW(given)))
+def test_what_a_scaler_skips_counts_once(make, wrap, told):
     model, scaler = wrap(), torch.amp.GradScaler("cpu")
     optimizer = make(model.parameters())
     monitoring = sparsync.Monitoring(scaler=scaler) if told else None

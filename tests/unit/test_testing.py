@@ -17,6 +17,7 @@ from sparsync.transports.communicator import Communicator
 from sparsync.transports.groups import SoloCommunicator
 from sparsync.wire import Coo
 from sparsync.wire.codec import Codec, Encoded
+from tests.tables import cases
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,11 @@ def fewer_when_new(self, accumulated, selected):
     return selected if self.state.count != 2 or selected.nnz < 2 else selected.top(1)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (without_nan, "a NaN was not selected"),
-        (one_more, "case 'noise', step 0: 41 entries, not 40"),
-        (rounded, "values"),
-        (with_a_zero, "a zero was selected"),
-    ],
+@cases(
+    (without_nan, "a NaN was not selected"),
+    (one_more, "case 'noise', step 0: 41 entries, not 40"),
+    (rounded, "values"),
+    (with_a_zero, "a zero was selected"),
 )
 def test_check_selector_finds(change, words):
     testing.check_selector(lambda: Broken(lambda *given: given[2]))
@@ -115,9 +113,8 @@ class Unsorted(Wrapped):
     def decode(self, payload, size):
         header, body = self.body(payload, size)
         indices, values = body.split([4 * header.entries, body.numel() - 4 * header.entries])
-        return SparseVector(
-            indices.clone().view(torch.int32).long(), values.clone().view(header.dtype), size
-        )
+        indices, values = indices.clone().view(torch.int32), values.clone().view(header.dtype)
+        return SparseVector(indices.long(), values, size)
 
 
 class OfAnother(Codec):
@@ -152,21 +149,15 @@ class Shrinking(Wrapped):
         return max(super().entries_within(nbytes, size, dtype) - 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("codec", "words"),
-    [
-        (WrongLength(), "nbytes is wrong"),
-        (Trusting(), "bytes were accepted"),
-        (Unsorted(), r"bit \d of byte \d+ of \d+, flipped, gave ConfigurationError"),
-        (OfAnother(), r"OfAnother\(\): format 1 belongs to coo; choose another number"),
-        (Rounding(), "decode differs from decoded"),
-        (Doubling(), "the error exceeds the vector"),
-        (
-            Overflowing(),
-            r"3\.4\S+, 1\.0, inf.* \[inf, 1\.0, inf, .* finite values must stay finite",
-        ),
-        (Shrinking(), "bytes"),
-    ],
+@cases(
+    (WrongLength(), "nbytes is wrong"),
+    (Trusting(), "bytes were accepted"),
+    (Unsorted(), r"bit \d of byte \d+ of \d+, flipped, gave ConfigurationError"),
+    (OfAnother(), r"OfAnother\(\): format 1 belongs to coo; choose another number"),
+    (Rounding(), "decode differs from decoded"),
+    (Doubling(), "the error exceeds the vector"),
+    (Overflowing(), r"3\.4\S+, 1\.0, inf.* \[inf, 1\.0, inf, .* finite values must stay finite"),
+    (Shrinking(), "bytes"),
 )
 def test_check_codec_finds(codec, words):
     testing.check_codec(Wrapped())
@@ -199,13 +190,10 @@ def overwritten(comm, selected, reduced):
     return reduced
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (all_delivered, "the total is not the sum of the delivered vectors"),
-        (own_total, "totals differ between ranks"),
-        (overwritten, "the input was modified"),
-    ],
+@cases(
+    (all_delivered, "the total is not the sum of the delivered vectors"),
+    (own_total, "totals differ between ranks"),
+    (overwritten, "the input was modified"),
 )
 def test_check_collective_finds(change, words):
     testing.check_collective(lambda: Changed(lambda *given: given[2]), world_sizes=(3,))
@@ -232,12 +220,11 @@ class Unfinished(LocalSgd):
         return vector
 
 
-def test_check_averager_finds():
+@cases((Drifting, 8, "step 0: the mean moved"), (Unfinished, 7, "conclude left different models"))
+def test_check_averager_finds(averager, steps, words):
     assert testing.check_averager(LocalSgd, world_sizes=(3,)) < 1e-12
-    with pytest.raises(AssertionError, match="step 0: the mean moved"):
-        testing.check_averager(Drifting, world_sizes=(3,))
-    with pytest.raises(AssertionError, match="conclude left different models"):
-        testing.check_averager(Unfinished, world_sizes=(3,), steps=7)
+    with pytest.raises(AssertionError, match=words):
+        testing.check_averager(averager, world_sizes=(3,), steps=steps)
 
 
 class Ending(SoloCommunicator):
@@ -255,13 +242,10 @@ class Ending(SoloCommunicator):
         self.closed.append(self.rank)
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (DeadlineError("rank 0, step 0, phase 'check'"), None),
-        (PeerError("step 0: something went wrong"), "does not name rank 0, check"),
-        (None, "nobody sent"),
-    ],
+@cases(
+    (DeadlineError("rank 0, step 0, phase 'check'"), None),
+    (PeerError("step 0: something went wrong"), "does not name rank 0, check"),
+    (None, "nobody sent"),
 )
 def test_check_deadline_closes_both_and_finds(error, words):
     closed, outcome = [], Mock(side_effect=error)

@@ -28,7 +28,9 @@ from sparsync.transports.sim import simulate
 from sparsync.updates import OUTER_SETTINGS, OuterStep, gradient_noise
 from sparsync.updates.outer_engine import OuterEngine
 from sparsync.updates.weights import ModelWeights
+from tests.draws import noise
 from tests.fresh import run_python
+from tests.tables import cases
 
 from .far_device import FAR, far, far_device, launches, passes, waits
 from .strategies import dense_tensors, palette
@@ -57,15 +59,11 @@ def load():
     """Import the backend, or skip all tests."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton: pip install 'sparsync[triton]'", allow_module_level=True)
-    old = (
-        metadata.version("triton").startswith("3.3.")
-        and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
-    )
-    if DEVICE == "cpu" and old:
+    new_numpy = np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+    if DEVICE == "cpu" and new_numpy and metadata.version("triton").startswith("3.3."):
         # it makes an int of an array with one element, which NumPy no longer does
-        pytest.skip(
-            "Triton 3.3 (of torch 2.7) interprets with NumPy < 2.4", allow_module_level=True
-        )
+        reason = "Triton 3.3 (of torch 2.7) interprets with NumPy < 2.4"
+        pytest.skip(reason, allow_module_level=True)
     with interpreting():
         module = importlib.import_module("sparsync.kernels.triton")
     if DEVICE == "cpu" and type(module._positions).__name__ != "InterpretedFunction":
@@ -121,8 +119,7 @@ def stream(n, seed):
     """Return most of the indices below n, ascending, with small integers as values."""
     generator = torch.Generator().manual_seed(seed)
     indices = (torch.rand(n, generator=generator) < 0.7).nonzero().flatten()
-    values = torch.randint(-2, 3, indices.shape, generator=generator).float()
-    return on(indices, values)
+    return on(indices, torch.randint(-2, 3, indices.shape, generator=generator).float())
 
 
 # ---- selection ------------------------------------------------------------------------------------
@@ -133,9 +130,9 @@ def test_accumulate_swaps_and_finds_like_the_specification(n):
     for x in vectors(n):
         for key in (None, 0, key_of(0.5), LARGEST_KEY):
             mine, expected = (x.clone(), x.flip(0).clone()), (x.clone(), x.flip(0).clone())
+            given = {"key": key, "limit": n // 2}
             identical_found(
-                triton.accumulate_(*mine, key=key, limit=n // 2),
-                spec.accumulate_(*expected, key=key, limit=n // 2),
+                triton.accumulate_(*mine, **given), spec.accumulate_(*expected, **given)
             )
             identical(mine[0], expected[0])
             identical(mine[1], x)
@@ -213,16 +210,9 @@ def test_in_place_kernels_equal_the_specification(kernel):
 
 
 FORMS = [packing.BF16, packing.INT8, packing.FP32]
-SHAPES = [
-    (0, 5000),
-    (1, 1),
-    (1, 1 << 32),
-    (10, 10),
-    (3, 11),
-    (3, 12),
-    (2500, 10_000),
-    (5000, 1 << 32),
-]
+SHAPES = [(0, 5000), (1, 1), (1, 1 << 32), (10, 10), (3, 11), (3, 12)]
+SHAPES += [(2500, 10_000), (5000, 1 << 32)]
+PACKED = [(3, 11), (40, 50), (60, 4000), (5, 1 << 32)]
 
 
 def ascending(nnz, size, seed=0):
@@ -238,8 +228,7 @@ def awkward(n):
     bits = torch.randint(-(2**31), 2**31, (n,), generator=generator).int()
     special = [0.0, -0.0, 1e-45, -1e-45, 1e-43, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan]
     ordinary = torch.randn(n, generator=generator)
-    parts = [ordinary, bits.view(torch.float32), torch.tensor(special), 1e-43 * ordinary]
-    return torch.cat(parts)
+    return torch.cat([ordinary, bits.view(torch.float32), torch.tensor(special), 1e-43 * ordinary])
 
 
 @pytest.mark.parametrize(("nnz", "size"), SHAPES)
@@ -270,11 +259,7 @@ def outcome(unpack, *arguments):
 
 
 @few
-@given(
-    st.sampled_from([(3, 11), (40, 50), (60, 4000), (5, 1 << 32)]),
-    st.integers(0),
-    st.integers(1, 255),
-)
+@given(st.sampled_from(PACKED), st.integers(0), st.integers(1, 255))
 def test_corrupt_indices_are_refused_like_by_the_specification(case, at, flipped):
     nnz, size = case
     indices = on(ascending(nnz, size))
@@ -342,10 +327,8 @@ def backend():
 
 @pytest.mark.fast(2)
 @WIDTHS
-@pytest.mark.parametrize(
-    "block", [*(pytest.param(b, marks=pytest.mark.slow) for b in (8, 64)), 512]
-)
-def test_levels_equal_the_specification(width, block):
+@cases(*(pytest.param(b, marks=pytest.mark.slow) for b in (8, 64)), 512)
+def test_levels_equal_the_specification(block, width):
     for n in (0, 1, 8, 1027):
         for x in weights(n):
             more = x.flip(0)
@@ -363,15 +346,19 @@ def codes_of(x, width, block):
 
 @pytest.fixture
 def dispatched(monkeypatch):
-    """Send float32 to Triton wherever it is, and everything to the specification within ``plainly``."""
+    """Send float32 to Triton wherever it is, and everything to the specification within ``alike``."""
     for module in normal_levels, moves, gradient_noise:
         monkeypatch.setattr(module, "backend_of", lambda *_: triton)
 
 
-def plainly(call, *arguments, **named):
+def alike(like, call, *given, **named):
+    """Assert that a call writes into a tensor what it writes with the specification."""
+    mine, expected = like.clone(), like.clone()
+    call(mine, *given, **named)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(normal_levels, "backend_of", lambda *_: spec)
-        call(*arguments, **named)
+        call(expected, *given, **named)
+    identical(mine, expected)
 
 
 @pytest.mark.fast(3)
@@ -382,30 +369,20 @@ def test_sums_and_differences_of_messages_equal_the_specification(width, block, 
     for n in (0, 1, 3 * block + 5):
         rows = weights(n)
         for at, x in enumerate(rows):
-            message, *less = (
-                codes_of(rows[(at + i) % len(rows)], width, block) for i in range(1 + count)
-            )
+            chosen = [rows[(at + i) % len(rows)] for i in range(1 + count)]
+            message, *less = (codes_of(row, width, block) for row in chosen)
             # all ways for the first values, and one for each of the others: the interpreter is slow
             ways = slice(None) if at == 0 else slice(at % 3, at % 3 + 1)
             # all elements, and a run that starts at a block
             for start in {0, n // block * block}:
                 into, plus = x[start:].flip(0), rows[0][start:]
-                for keep, divisor, more in (
-                    (True, -1.0, plus),
-                    (True, -3.0, None),
-                    (False, 3.0, None),
-                )[ways]:
-                    mine, expected = into.clone(), into.clone()
+                differences = (True, -1.0, plus), (True, -3.0, None), (False, 3.0, None)
+                for keep, divisor, more in differences[ways]:
                     given = start, less, divisor
-                    message.add_difference_(mine, *given, keep=keep, plus=more)
-                    plainly(message.add_difference_, expected, *given, keep=keep, plus=more)
-                    identical(mine, expected)
+                    alike(into, message.add_difference_, *given, keep=keep, plus=more)
                 for own in ((), (plus,), (plus, into))[ways]:
-                    mine, expected = torch.ones_like(into), torch.ones_like(into)
-                    message.sum_to_(mine, [message, *less], start, *own)
                     own = [one.clone() for one in own]
-                    plainly(message.sum_to_, expected, [message, *less], start, *own)
-                    identical(mine, expected)
+                    alike(torch.ones_like(into), message.sum_to_, [message, *less], start, *own)
 
 
 @WIDTHS
@@ -421,13 +398,10 @@ def test_any_codes_are_some_levels(width, dispatched):
 
 
 def test_blocks_of_other_sizes_and_messages_that_differ_take_the_specification(dispatched):
-    x = on(torch.randn(72, generator=torch.Generator().manual_seed(0)))
+    x = on(noise(72))
     first, second = codes_of(x, 1, 8), codes_of(x, 2, 8)
     for one, less in ((codes_of(x, 1, 24), ()), (first, (second,))):
-        mine, expected = torch.zeros_like(x), torch.zeros_like(x)
-        one.add_difference_(mine, 0, less, 1.0, keep=False)
-        plainly(one.add_difference_, expected, 0, less, 1.0, keep=False)
-        identical(mine, expected)
+        alike(torch.zeros_like(x), one.add_difference_, 0, less, 1.0, keep=False)
 
 
 # ---- moves and moments ----------------------------------------------------------------------------
@@ -445,15 +419,9 @@ def test_moves_equal_the_specification(dtype, stored, dispatched, monkeypatch):
     for n in LENGTHS:
         ordinary, mixed, *_ = vectors(n)
         # values halfway between two bf16 numbers, some of them also between two fp16 numbers
-        ties = on(
-            (torch.arange(n, dtype=torch.int32) % 4096 << 16 | 0x38008000).view(torch.float32)
-        )
-        pairs = (
-            (ordinary, ordinary * 1.01),
-            (mixed, ordinary),
-            (mixed, mixed.flip(0)),
-            (ties, mixed),
-        )
+        halfway = torch.arange(n, dtype=torch.int32) % 4096 << 16 | 0x38008000
+        pairs = [(ordinary, ordinary * 1.01), (on(halfway.view(torch.float32)), mixed)]
+        pairs += [(mixed, ordinary), (mixed, mixed.flip(0))]
         for shared, own in pairs:
             values = None if stored is None else own.to(stored)
             for withheld in (None, mixed.flip(0), ordinary * 0.01):
@@ -467,7 +435,7 @@ def test_moves_equal_the_specification(dtype, stored, dispatched, monkeypatch):
 
 
 def test_other_moves_take_the_specification(dispatched, monkeypatch):
-    first, second = on(torch.randn(2, 50, generator=torch.Generator().manual_seed(0)))
+    first, second = on(noise(2, 50))
     fused = importlib.import_module("sparsync.kernels.triton_moves")
     monkeypatch.setattr(fused, "move_", None)
     for weights, shown in ((second.double(), 1.0), (second, 0.75), (second.repeat(2)[::2], 1.0)):
@@ -512,7 +480,7 @@ def exchanged(device, dtype, bits, on_host):
     counts = {}
 
     def parameter(number, size):
-        made = torch.randn(size, generator=torch.Generator().manual_seed(number)).to(dtype)
+        made = noise(size, seed=number).to(dtype)
         return torch.nn.Parameter(far(made) if device == FAR else made)
 
     async def program(comm):
@@ -532,9 +500,8 @@ def exchanged(device, dtype, bits, on_host):
         for step in range(EXCHANGES):
             with torch.no_grad():
                 for number, p in enumerate(trained.values()):
-                    seed = 100 * step + 10 * comm.rank + number
-                    noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
-                    p += (0.01 * noise).to(device, dtype)
+                    move = noise(*p.shape, seed=100 * step + 10 * comm.rank + number)
+                    p += (0.01 * move).to(device, dtype)
             await comm.allgather(torch.zeros(1), "all have moved")
             for counter in (launches, passes, waits) if comm.rank == 0 else ():
                 counter.clear()
@@ -554,6 +521,16 @@ def exchanged(device, dtype, bits, on_host):
     return [x for results in simulate(program, RANKS).results for x in results], counts
 
 
+def compare_exchanges(dtype, bits, on_host):
+    """Check that the device computes what the CPU does; return its counts."""
+    expected, _ = exchanged(torch.device("cpu"), dtype, bits, on_host=False)
+    with far_device(triton=True):
+        computed, counts = exchanged(FAR, dtype, bits, on_host)
+    for mine, one in zip(computed, expected, strict=True):
+        assert torch.equal(mine, one)
+    return counts
+
+
 def documented():
     """Return ``docs/kernels.md``'s table of passes: by row, the numbers for 32-bit and 16-bit models."""
     text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
@@ -566,11 +543,7 @@ def documented():
 @NO_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_exchange_of_updates_takes_as_many_passes_as_is_documented(dtype):
-    expected, _ = exchanged(torch.device("cpu"), dtype, 1, on_host=False)
-    with far_device(triton=True):
-        computed, counts = exchanged(FAR, dtype, 1, on_host=True)
-    for mine, one in zip(computed, expected, strict=True):
-        assert torch.equal(mine, one)
+    counts = compare_exchanges(dtype, 1, on_host=True)
     table, found = documented(), dict(counts["passes"])
     rows = {name: found.pop(name, 0.0) for name in table if name != "other operations"}
     rows["other operations"] = sum(found.values())
@@ -586,11 +559,7 @@ def test_an_exchange_of_updates_takes_as_many_passes_as_is_documented(dtype):
 @NO_GPU
 @pytest.mark.parametrize("bits", [2, 3, 8])
 def test_updates_in_more_bits_are_computed_alike_on_a_device(bits):
-    expected, _ = exchanged(torch.device("cpu"), torch.float32, bits, on_host=False)
-    with far_device(triton=True):
-        computed, _ = exchanged(FAR, torch.float32, bits, on_host=False)
-    for mine, one in zip(computed, expected, strict=True):
-        assert torch.equal(mine, one)
+    compare_exchanges(torch.float32, bits, on_host=False)
 
 
 # ---- the backend as a whole -----------------------------------------------------------------------
@@ -611,11 +580,8 @@ def test_the_host_waits_for_nothing_but_lengths():
 
 
 def test_without_triton_the_backend_can_be_imported():
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "from sparsync.kernels import triton; assert not triton.installed()"
-    )
-    assert run_python(code).returncode == 0
+    use = "from sparsync.kernels import triton; assert not triton.installed()"
+    assert run_python(f"import sys; sys.modules['triton'] = None; {use}").returncode == 0
 
 
 @pytest.mark.slow

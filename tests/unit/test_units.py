@@ -1,25 +1,22 @@
 """Test units of parameters, and their shares of k."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsync import ConfigurationError, SparseVector
+from sparsync import SparseVector
 from sparsync.feedback import shares
 from sparsync.feedback.shares import SharesState
 from sparsync.kernels import magnitude_keys
 from sparsync.units import plan_units
+from tests.tables import cases, refused
 
 
 def names(units) -> list[list[str]]:
     return [[slot.name for slot in unit.slots] for unit in units]
 
 
-@given(
-    st.lists(st.integers(0, 30), max_size=10),
-    st.one_of(st.none(), st.integers(1, 100)),
-)
+@given(st.lists(st.integers(0, 30), max_size=10), st.one_of(st.none(), st.integers(1, 100)))
 def test_units_hold_every_parameter_once_in_order_and_without_gaps(sizes, unit_bytes):
     units = plan_units([(f"p{i}", torch.zeros(n)) for i, n in enumerate(sizes)], unit_bytes)
     slots = [slot for unit in units for slot in unit.slots]
@@ -34,11 +31,8 @@ def test_units_hold_every_parameter_once_in_order_and_without_gaps(sizes, unit_b
 
 
 def test_dtypes_are_kept_apart():
-    parameters = [
-        ("a", torch.zeros(2)),
-        ("b", torch.zeros(2, dtype=torch.float16)),
-        ("c", torch.zeros(2)),
-    ]
+    dtypes = {"a": torch.float32, "b": torch.float16, "c": torch.float32}
+    parameters = [(name, torch.zeros(2, dtype=dtype)) for name, dtype in dtypes.items()]
     units = plan_units(parameters)
     assert names(units) == [["a", "c"], ["b"]]
     assert [unit.dtype for unit in units] == [torch.float32, torch.float16]
@@ -51,25 +45,19 @@ def test_every_element_knows_its_parameter(sizes):
     assert [unit.name_at(index) for index in range(unit.size)] == owners
 
 
-@pytest.mark.parametrize(
-    ("size", "density", "k"),
-    [(0, 0.5, 0), (1, 1e-9, 1), (300, 0.01, 3), (1000, 0.0014, 1), (1000, 0.0016, 2), (7, 1.0, 7)],
-)
+@cases((0, 0.5, 0), (1, 1e-9, 1), (300, 0.01, 3), (1000, 0.0014, 1), (1000, 0.0016, 2), (7, 1.0, 7))
 def test_entries_are_at_least_one_and_at_most_all(size, density, k):
     (unit,) = plan_units([("w", torch.zeros(size))])
     assert unit.entries(density) == k
 
 
 def test_unit_bytes_must_be_positive():
-    with pytest.raises(
-        ConfigurationError, match="unit_bytes is 0; give a whole number of at least 1"
-    ):
+    with refused("unit_bytes is 0; give a whole number of at least 1"):
         plan_units([("w", torch.zeros(1))], unit_bytes=0)
 
 
-counts = st.lists(st.integers(0, 1000), min_size=4, max_size=4).map(
-    lambda xs: sorted(xs, reverse=True)
-)
+four = st.lists(st.integers(0, 1000), min_size=4, max_size=4)
+counts = four.map(lambda xs: sorted(xs, reverse=True))
 AT = [1, 10, 100, 1000]
 
 

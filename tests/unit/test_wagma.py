@@ -22,12 +22,16 @@ from sparsync.published.wagma.agents import Header, Kind, round_of, tree_childre
 from sparsync.published.wagma.scheme import CODECS, ModelRounds, coded_allreduce, group_allreduce
 from sparsync.testing import check_averager
 from sparsync.transports.sim import Fault, Links, simulate
+from tests.draws import seeded
+from tests.tables import cases, refuses
 
-from .average_runs import on_all_ranks
+from .average_runs import check_resumption
 from .averager_models import add_, failure, linear
 from .zmq_group import together
 
 COMPUTE = 0.1  # virtual seconds of a step
+FREE = Links(alpha=0.0, beta=0.0)
+PAIR = partial(Wagma, group_size=2, sync_period=None)
 
 
 def late(world_size, seconds, count=1, seed=0):
@@ -38,6 +42,18 @@ def late(world_size, seconds, count=1, seed=0):
         return seconds if rank in drawn else 0.0
 
     return delay
+
+
+def once(at_step, at_rank, seconds):
+    """Return delays of which one rank has a single one."""
+    return lambda step, rank: seconds if (step, rank) == (at_step, at_rank) else 0.0
+
+
+def run_pair(make, steps, delay):
+    """Train two ranks over links that take no time; return their models by step, and averagers."""
+    seen = {}
+    results = simulate(train(make, steps, delay, seen), 2, links=FREE).results
+    return seen, [averager for _, averager in results]
 
 
 def train(make, steps, delay, seen=None):
@@ -66,10 +82,7 @@ def all_equal(vectors):
 
 
 def test_a_late_rank_holds_up_nobody_until_all_wait_for_it():
-    def delay(step, rank):
-        return 0.32 if (step, rank) == (3, 2) else 0.0
-
-    times = {}
+    times, delay = {}, once(3, 2, 0.32)
 
     async def program(comm):
         averager, vector = Wagma(sync_period=None), torch.zeros(2)
@@ -81,7 +94,7 @@ def test_a_late_rank_holds_up_nobody_until_all_wait_for_it():
         await averager.conclude(comm, vector, 5)
         return comm.now
 
-    finished = simulate(program, 4, links=Links(alpha=0, beta=0)).results
+    finished = simulate(program, 4, links=FREE).results
     assert times[3, 0] == pytest.approx(4 * COMPUTE)
     assert times[3, 2] == pytest.approx(4 * COMPUTE + 0.32)
     assert finished == pytest.approx([5 * COMPUTE + 0.32] * 4)  # it has not lost its delay
@@ -89,13 +102,7 @@ def test_a_late_rank_holds_up_nobody_until_all_wait_for_it():
 
 def test_a_stale_model_is_averaged_by_the_letter_of_algorithm_2():
     """P = S = 2 and only step 1 of rank 1 is late: lines 11 (W = sum / S) and 13 of Algorithm 2."""
-
-    def delay(step, rank):
-        return 0.05 if (step, rank) == (1, 1) else 0.0
-
-    seen = {}
-    make = partial(Wagma, group_size=2, sync_period=None)
-    simulate(train(make, 2, delay, seen), 2, links=Links(alpha=0, beta=0))
+    seen, _ = run_pair(PAIR, 2, once(1, 1, 0.05))
     w0 = (1 + 2) / 2  # after step 0
     fresh, stale = w0 + 1, 2.0  # what rank 1 published at step 0 was 0 + 2
     total = fresh + stale
@@ -107,28 +114,16 @@ def test_a_stale_model_is_averaged_by_the_letter_of_algorithm_2():
 def test_groups_of_one_are_local_sgd_also_where_ranks_are_late(late_by):
     """Section 4: with alpha = beta = false, WAGMA degrades to local SGD with global period tau."""
     pair = partial(Wagma, group_size=1, sync_period=4), partial(LocalSgd, period=4)
-    runs = []
-    for make in pair:
-        seen = {}
-        delay = lambda step, rank: late_by if (step, rank) == (1, 1) else 0.0  # noqa: E731
-        simulate(train(make, 6, delay, seen), 2, links=Links(alpha=0, beta=0))
-        runs.append(seen)
+    ours, theirs = (run_pair(make, 6, once(1, 1, late_by))[0] for make in pair)
     for step in range(6):
         for rank in range(2):
-            assert torch.equal(runs[0][step][rank], runs[1][step][rank]), (step, rank)
+            assert torch.equal(ours[step][rank], theirs[step][rank]), (step, rank)
 
 
 def test_stale_parts_in_averages_are_counted():
     """P = S = 2; rank 1 is 1.2 steps late for step 1, and so misses the rounds of steps 1 and 2."""
-
-    def delay(step, rank):
-        return 0.12 if (step, rank) == (1, 1) else 0.0
-
-    make = partial(Wagma, group_size=2, sync_period=None)
-    early, late_one = (
-        averager.participation
-        for _, averager in simulate(train(make, 3, delay), 2, links=Links(alpha=0, beta=0)).results
-    )
+    _, averagers = run_pair(PAIR, 3, once(1, 1, 0.12))
+    early, late_one = (averager.participation for averager in averagers)
     # three rounds and ``finish``; in the rounds of steps 1 and 2, rank 1 contributes the model of
     # step 0
     assert (early.averages, early.stale, early.oldest, early.models) == (4, 0, 0, 8)
@@ -216,13 +211,7 @@ def test_the_staleness_that_a_scheme_declares_is_that_of_its_averages(name):
 
 def test_a_result_is_taken_once():
     """With P = S = 2, rank 1 misses steps 1 and 2, takes the newer result, and then finds no other."""
-
-    def delay(step, rank):
-        return 0.15 if (step, rank) == (1, 1) else 0.0
-
-    seen = {}
-    make = partial(Wagma, group_size=2, sync_period=None)
-    simulate(train(make, 3, delay, seen), 2, links=Links(alpha=0, beta=0))
+    seen, _ = run_pair(PAIR, 3, once(1, 1, 0.15))
     assert seen[1][1][0] == pytest.approx((3.25 + 2.0 + 3.5) / 3)  # the sum of step 2, and its own
     assert seen[2][1][0] == pytest.approx(seen[1][1][0].item() + 2)
 
@@ -241,8 +230,7 @@ def test_whoever_is_late_nobody_hangs_and_all_end_equal(world_size, seed, second
 def test_the_potential_stays_below_lemma_4_5():
     """On every step, Gamma_t <= 16 P eta^2 M^2 tau^2, here with eta = 1 and M the largest update."""
     world_size, tau, seen = 8, 5, {}
-    make = partial(Wagma, sync_period=tau)
-    simulate(train(make, 20, late(world_size, 0.3, 2), seen), world_size)
+    simulate(train(partial(Wagma, sync_period=tau), 20, late(world_size, 0.3, 2), seen), world_size)
     largest = 6 * float(world_size) ** 2  # |update|^2 of the last rank: 6 elements of P
     for at_step in seen.values():
         stacked = torch.stack(list(at_step.values()))
@@ -312,35 +300,27 @@ def test_both_ways_to_sum_a_group_are_equal_on_all_ranks(world_size, size):
         assert words == pytest.approx(3 if size < 10 else 1.75, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (partial(Wagma, group_size=0), "group_size is 0; give a whole number, at least 1"),
-        (partial(Wagma, group_size=2.5), "group_size is 2.5; give a whole number"),
-        (partial(Wagma, sync_period=0), "sync_period is 0; give a whole number, at least 1"),
-        (partial(Wagma, dynamic="no"), "dynamic is 'no'; give True or False"),
-        (partial(Dpsgd, mixing_steps=1.5), "mixing_steps is 1.5; give a whole number"),
-        (partial(Sgp, neighbours=0), "neighbours is 0; give a whole number"),
-        (partial(LocalSgd, period=True), "period is True; give a whole number"),
-        (partial(Wagma, grouping="some"), "grouping is 'some'; choose"),
-        (partial(Wagma, deadline=0.0), "deadline is 0.0; give seconds"),
-        (partial(Wagma, values="fp8"), "values is 'fp8'; choose fp32, bf16, int8"),
-        (partial(EagerSgd, quorum="half"), "choose solo or majority"),
-    ],
+@refuses(
+    (partial(Wagma, group_size=0), "group_size is 0; give a whole number, at least 1"),
+    (partial(Wagma, group_size=2.5), "group_size is 2.5; give a whole number"),
+    (partial(Wagma, sync_period=0), "sync_period is 0; give a whole number, at least 1"),
+    (partial(Wagma, dynamic="no"), "dynamic is 'no'; give True or False"),
+    (partial(Dpsgd, mixing_steps=1.5), "mixing_steps is 1.5; give a whole number"),
+    (partial(Dpsgd, mixing_steps=0), "mixing_steps is 0; give a whole number, at least 1"),
+    (partial(Sgp, neighbours=0), "neighbours is 0; give a whole number, at least 1"),
+    (partial(LocalSgd, period=True), "period is True; give a whole number"),
+    (partial(Wagma, grouping="some"), "grouping is 'some'; choose"),
+    (partial(Wagma, deadline=0.0), "deadline is 0.0; give seconds"),
+    (partial(Wagma, values="fp8"), "values is 'fp8'; choose fp32, bf16, int8"),
+    (partial(EagerSgd, quorum="half"), "choose solo or majority"),
 )
-def test_bad_options_are_refused(make, message):
-    with pytest.raises(ConfigurationError, match=message):
-        make()
+def test_bad_options_are_refused(make):
+    make()
 
 
 def test_the_drift_of_the_mean_is_reported_when_models_are_stale():
-    drift = check_averager(
-        Wagma,
-        world_sizes=(8,),
-        steps=12,
-        preserves_mean=False,
-        late=lambda step, rank: 1.0 + (rank == step % 8),
-    )
+    given = {"world_sizes": (8,), "steps": 12, "preserves_mean": False}
+    drift = check_averager(Wagma, **given, late=lambda step, rank: 1.0 + (rank == step % 8))
     assert 0.001 < drift < 0.5
 
 
@@ -348,8 +328,7 @@ ROUNDED = ("bf16", "int8")
 
 
 def drift(step, rank, size):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(size, generator=generator, dtype=torch.float64)
+    return torch.randn(size, generator=seeded(1000 * step + rank), dtype=torch.float64)
 
 
 def trained(make, world_size, steps, size=301, seen=None, conclude=True):
@@ -366,7 +345,7 @@ def trained(make, world_size, steps, size=301, seen=None, conclude=True):
         return await averager.conclude(comm, vector, steps) if conclude else None, comm.ledger
 
     # messages take no time, so their number makes no rank late
-    return simulate(program, world_size, links=Links(0.0, 0.0))
+    return simulate(program, world_size, links=FREE)
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.sampled_from(ROUNDED), st.integers(0, 99))
@@ -436,7 +415,7 @@ def test_errors_do_not_grow_with_the_way_from_the_first_model(values):
             errors.append(averager.memory["error"].abs().max() if (step + 1) % 5 else 0)
         return max(errors[:10]), max(errors[50:])
 
-    for early, at_last in simulate(program, 4, links=Links(0.0, 0.0)).results:
+    for early, at_last in simulate(program, 4, links=FREE).results:
         assert 0 < at_last < 3 * early
 
 
@@ -477,11 +456,8 @@ def seconds_of(make, world_size=8):
 
 def test_whoever_waits_less_ends_earlier():
     """Two of eight ranks are late per step: allreduce waits for both; a random rank is rarely late."""
-    allreduce, majority = (
-        seconds_of(ALL_SCHEMES["allreduce"]),
-        seconds_of(SCHEMES["eager, majority"]),
-    )
-    solo, pairs = seconds_of(SCHEMES["eager, solo"]), seconds_of(AdPsgd)
+    named = ALL_SCHEMES["allreduce"], SCHEMES["eager, majority"], SCHEMES["eager, solo"], AdPsgd
+    allreduce, majority, solo, pairs = map(seconds_of, named)
     assert allreduce == pytest.approx(30 * (COMPUTE + 0.3), rel=0.01)
     assert pairs <= solo * 1.01 < majority < 0.75 * allreduce
 
@@ -514,9 +490,7 @@ def test_who_waits_for_nobody_learns_at_its_defaults_where_ranks_starve(name, st
 
 def test_the_drawn_ranks_begin_equally_often():
     rounds = EagerRounds("majority", 3, 4, torch.zeros(1))
-    begun = [
-        sum(rounds.activates(round_of(step), rank) for step in range(400)) for rank in range(4)
-    ]
+    begun = [sum(rounds.activates(round_of(s), rank) for s in range(400)) for rank in range(4)]
     assert sum(begun) == 400 and min(begun) > 70
 
 
@@ -541,17 +515,13 @@ def test_whoever_has_an_answer_knows_that_both_models_are_averaged():
 def test_synchronous_groups_resume_bit_for_bit(values, reload_at):
     """Between two global averages, when the ranks' models differ."""
     make = partial(Wagma, group_size=2, sync_period=6, grouping="synchronous", values=values)
-    straight = on_all_ranks(make, 10, world_size=4)
-    assert torch.equal(on_all_ranks(make, 10, world_size=4, reload_at=reload_at), straight)
+    check_resumption(make, 10, reload_at, world_size=4)
 
 
-@pytest.mark.parametrize(
-    ("saved", "then", "words"),
-    [
-        ({"values": "bf16"}, {}, "['values'] is 'bf16', expected 'fp32'"),
-        ({"sync_period": None}, {}, "['sync_period'] is None, expected 10"),
-        ({"deadline": 60.0}, {"deadline": 90.0}, ""),
-    ],
+@cases(
+    ({"values": "bf16"}, {}, "['values'] is 'bf16', expected 'fp32'"),
+    ({"sync_period": None}, {}, "['sync_period'] is None, expected 10"),
+    ({"deadline": 60.0}, {"deadline": 90.0}, ""),
 )
 def test_a_state_is_loaded_only_with_the_options_that_it_was_saved_with(saved, then, words):
     state, averager = Wagma(linear(), **saved).state_dict(), Wagma(linear(), **then)

@@ -76,6 +76,5 @@ def test_commands_that_simulate_work_without_posix():
 def test_local_ranks_are_refused_with_one_line_that_names_wsl2():
     process = command("train", "--ranks", "2", "--steps", "1")
     assert process.returncode == 2
-    assert process.stderr.splitlines() == [
-        "error: win32 cannot fork local ranks; run in WSL2, which is Linux"
-    ]
+    said = "error: win32 cannot fork local ranks; run in WSL2, which is Linux"
+    assert process.stderr.splitlines() == [said]

@@ -13,6 +13,7 @@ from sparsync.kernels import packing
 from sparsync.published.redsync import SignMean
 from sparsync.wire import Coo, LloydMax, Packed, Qsgd, SparseQsgd, StreamCodec, Whole
 from sparsync.wire.codec import Header
+from tests.tables import cases
 
 from .strategies import same
 from .wire_messages import BACKENDS, backends, messages, packable, receiver_of, uint8, using
@@ -47,6 +48,7 @@ WHOLE = bytes.fromhex("5103010002000000" + "0000803f00000040")
 PACKED = packed(body=b"\x80\x3f\x00\x40" + bytes([0b01010011, 0b0]))
 SPARSE_QSGD = qsgd(body=SCALE + bytes([0xD7, 0b01010011, 0]))
 QSGD = qsgd(4, 3, 3, body=SCALE + bytes([0xD7, 0x07]))
+EIGHT_BITS = levels(3, 3, scales=b"\x00\x40", codes=b"\x7f\x81\x00", option=8)
 MEANS, PACKED_MEANS = means(), means(body=b"\x6d\x05", form=2)
 
 GOOD = {  # a receiver, a message, its size, and its content
@@ -56,12 +58,7 @@ GOOD = {  # a receiver, a message, its size, and its content
     "qsgd": (Qsgd(), QSGD, 3, [7, -3, 7]),
     "sparse qsgd": (SparseQsgd(), SPARSE_QSGD, 10, [0, 0, 0, 7, -3, 0, 0, 0, 0, 0]),
     "sign-mean": (SignMean("coo", (5, 7)), MEANS, 12, [0, 1, *[0] * 5, -2.5, 0, 0, -2.5, 0]),
-    "lloyd-max": (
-        LloydMax(8),
-        levels(3, 3, scales=b"\x00\x40", codes=b"\x7f\x81\x00", option=8),
-        3,
-        [254, -2, 0],
-    ),
+    "lloyd-max": (LloydMax(8), EIGHT_BITS, 3, [254, -2, 0]),
 }
 each = pytest.mark.parametrize("name", GOOD)
 
@@ -113,58 +110,55 @@ def test_what_every_format_refuses(name, each_backend):
         (Whole() if isinstance(codec, Coo) else Coo()).decode(uint8(raw), size)
 
 
-@pytest.mark.parametrize(
-    ("name", "raw", "says"),
-    [
-        ("coo", COO[:2] + b"\x02" + COO[3:], "24 bytes says that it has 2 entries, which take 32"),
-        ("coo", COO[:8] + b"\x04" + COO[9:], ORDER),
-        ("coo", COO[:8] + b"\x05" + COO[9:], ORDER),
-        ("coo", COO[:12] + b"\x0a" + COO[13:], r"within \[0, 10\)"),
-        ("coo", COO[:15] + b"\x80" + COO[16:], r"within \[0, 10\)"),
-        ("whole", WHOLE[:4] + b"\x01\0\0\0" + WHOLE[8:12], "has 1 values, expected 2"),
-        ("packed", packed(block=1), "detail 1, which"),
-        ("packed", packed(form=2), "option 2, detail 0, which"),
-        ("packed", packed(size=11, body=PACKED[16:]), "a region of 11 elements, expected 10"),
-        ("packed", packed(size=(1 << 48) - 1), "of 281474976710655 elements"),
-        ("packed", with_bits(0b0_00010011), "1 bits set"),
-        ("packed", with_bits(0b1_01010011), "3 bits set"),
-        ("packed", with_bits(0b10_00010011), r"within \[0, 10\)"),  # in the padding
-        ("packed", with_bits(0b0_00110011), ORDER),  # high parts 0, 0 of low bits 3, 0
-        ("packed", with_bits(0b1_00011100), r"within \[0, 10\)"),  # the second one: high part 3
-        ("sparse qsgd", qsgd(option=0x10), "starts with 51050110"),
-        ("sparse qsgd", qsgd(option=0x13), "starts with 51050113"),
-        ("sparse qsgd", qsgd(option=0x06), "starts with 51050106"),
-        ("sparse qsgd", qsgd(block=0), "detail 0, which"),
-        ("sparse qsgd", qsgd(size=11, body=SPARSE_QSGD[16:]), "a region of 11 elements"),
-        ("sparse qsgd", SPARSE_QSGD[:21] + bytes([0b00010011, 0]), "1 bits set"),
-        ("sparse qsgd", SPARSE_QSGD[:21] + bytes([0b00110011, 0]), ORDER),
-        ("sparse qsgd", SPARSE_QSGD[:21] + bytes([0b00010011, 0b10]), r"within \[0, 10\)"),
-        ("sparse qsgd", qsgd(count=1, body=SCALE + bytes([0x17, 0b1000])), "set after the last"),
-        ("qsgd", SPARSE_QSGD, r"format 5, expected Qsgd \(4\)"),
-        ("qsgd", qsgd(4, 2, 2, body=SCALE + b"\xd7"), "a region of 2 elements, expected 3"),
-        ("qsgd", QSGD[:-1] + b"\x17", "set after the last"),
-        ("sign-mean", means(counts=(), values=()), "detail 0, which"),
-        ("sign-mean", means(size=13), "a region of 13 elements, expected 12"),
-        ("sign-mean", means(counts=(3,), values=(1.0,)), "has 1 layers, expected 2"),
-        ("sign-mean", means(counts=(0,) * 65535, values=(0.0,) * 65535), "has 65535 layers"),
-        ("sign-mean", means(counts=(2, 1)), "layer 0 has 2 entries, but 1 of its indices"),
-        ("sign-mean", means(counts=(1, MANY)), "layer 1 has 4294967295 entries, but 2"),
-        ("sign-mean", means(counts=(0, 3), body=struct.pack("<3I", 5, 7, 10)),
-         "mean for a layer without"),
-        ("sign-mean", means(body=struct.pack("<3I", 1, 7, 7)), ORDER),
-        ("sign-mean", means(body=struct.pack("<3I", 7, 1, 10)), ORDER),
-        ("sign-mean", means(body=struct.pack("<3I", 1, 7, 12)), r"within \[0, 12\)"),
-        ("sign-mean", means(body=struct.pack("<3I", 1, 7, 1 << 31)), r"within \[0, 12\)"),
-        ("sign-mean", means(body=b"\x6d\x04", form=2), "2 bits set"),
-        ("sign-mean", means(body=b"\x6d\x0d", form=2), "4 bits set"),
-        ("lloyd-max", levels(3, 3, option=5), "starts with 51080105"),
-        ("lloyd-max", levels(3, 3, block=0), "detail 0, which"),
-        ("lloyd-max", levels(3, 4), "3 entries of 4 elements"),
-        ("lloyd-max", levels(4, 4), "which take 19"),
-        ("lloyd-max", levels(3, 3, scales=b"\x00\xc0", codes=b"\x09"), "a scale below zero"),
-        ("lloyd-max", levels(3, 3, scales=b"\x00\x80", codes=b"\x09"), "a scale below zero"),
-        ("lloyd-max", levels(3, 3, scales=b"\x00\x40", codes=b"\x49"), "set after the last"),
-    ],
+@cases(
+    ("coo", COO[:2] + b"\x02" + COO[3:], "24 bytes says that it has 2 entries, which take 32"),
+    ("coo", COO[:8] + b"\x04" + COO[9:], ORDER),
+    ("coo", COO[:8] + b"\x05" + COO[9:], ORDER),
+    ("coo", COO[:12] + b"\x0a" + COO[13:], r"within \[0, 10\)"),
+    ("coo", COO[:15] + b"\x80" + COO[16:], r"within \[0, 10\)"),
+    ("whole", WHOLE[:4] + b"\x01\0\0\0" + WHOLE[8:12], "has 1 values, expected 2"),
+    ("packed", packed(block=1), "detail 1, which"),
+    ("packed", packed(form=2), "option 2, detail 0, which"),
+    ("packed", packed(size=11, body=PACKED[16:]), "a region of 11 elements, expected 10"),
+    ("packed", packed(size=(1 << 48) - 1), "of 281474976710655 elements"),
+    ("packed", with_bits(0b0_00010011), "1 bits set"),
+    ("packed", with_bits(0b1_01010011), "3 bits set"),
+    ("packed", with_bits(0b10_00010011), r"within \[0, 10\)"),  # in the padding
+    ("packed", with_bits(0b0_00110011), ORDER),  # high parts 0, 0 of low bits 3, 0
+    ("packed", with_bits(0b1_00011100), r"within \[0, 10\)"),  # the second one: high part 3
+    ("sparse qsgd", qsgd(option=0x10), "starts with 51050110"),
+    ("sparse qsgd", qsgd(option=0x13), "starts with 51050113"),
+    ("sparse qsgd", qsgd(option=0x06), "starts with 51050106"),
+    ("sparse qsgd", qsgd(block=0), "detail 0, which"),
+    ("sparse qsgd", qsgd(size=11, body=SPARSE_QSGD[16:]), "a region of 11 elements"),
+    ("sparse qsgd", SPARSE_QSGD[:21] + bytes([0b00010011, 0]), "1 bits set"),
+    ("sparse qsgd", SPARSE_QSGD[:21] + bytes([0b00110011, 0]), ORDER),
+    ("sparse qsgd", SPARSE_QSGD[:21] + bytes([0b00010011, 0b10]), r"within \[0, 10\)"),
+    ("sparse qsgd", qsgd(count=1, body=SCALE + bytes([0x17, 0b1000])), "set after the last"),
+    ("qsgd", SPARSE_QSGD, r"format 5, expected Qsgd \(4\)"),
+    ("qsgd", qsgd(4, 2, 2, body=SCALE + b"\xd7"), "a region of 2 elements, expected 3"),
+    ("qsgd", QSGD[:-1] + b"\x17", "set after the last"),
+    ("sign-mean", means(counts=(), values=()), "detail 0, which"),
+    ("sign-mean", means(size=13), "a region of 13 elements, expected 12"),
+    ("sign-mean", means(counts=(3,), values=(1.0,)), "has 1 layers, expected 2"),
+    ("sign-mean", means(counts=(0,) * 65535, values=(0.0,) * 65535), "has 65535 layers"),
+    ("sign-mean", means(counts=(2, 1)), "layer 0 has 2 entries, but 1 of its indices"),
+    ("sign-mean", means(counts=(1, MANY)), "layer 1 has 4294967295 entries, but 2"),
+    ("sign-mean", means(counts=(0, 3), body=struct.pack("<3I", 5, 7, 10)),
+     "mean for a layer without"),
+    ("sign-mean", means(body=struct.pack("<3I", 1, 7, 7)), ORDER),
+    ("sign-mean", means(body=struct.pack("<3I", 7, 1, 10)), ORDER),
+    ("sign-mean", means(body=struct.pack("<3I", 1, 7, 12)), r"within \[0, 12\)"),
+    ("sign-mean", means(body=struct.pack("<3I", 1, 7, 1 << 31)), r"within \[0, 12\)"),
+    ("sign-mean", means(body=b"\x6d\x04", form=2), "2 bits set"),
+    ("sign-mean", means(body=b"\x6d\x0d", form=2), "4 bits set"),
+    ("lloyd-max", levels(3, 3, option=5), "starts with 51080105"),
+    ("lloyd-max", levels(3, 3, block=0), "detail 0, which"),
+    ("lloyd-max", levels(3, 4), "3 entries of 4 elements"),
+    ("lloyd-max", levels(4, 4), "which take 19"),
+    ("lloyd-max", levels(3, 3, scales=b"\x00\xc0", codes=b"\x09"), "a scale below zero"),
+    ("lloyd-max", levels(3, 3, scales=b"\x00\x80", codes=b"\x09"), "a scale below zero"),
+    ("lloyd-max", levels(3, 3, scales=b"\x00\x40", codes=b"\x49"), "set after the last"),
 )  # fmt: skip
 def test_broken_messages_are_refused_by_name(name, raw, says, each_backend):
     codec, _, size, _ = GOOD[name]

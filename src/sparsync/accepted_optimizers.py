@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 from zlib import crc32
 
@@ -17,6 +17,7 @@ from sparsync.updates.step_length import of_own_length
 __all__ = [
     "chain_of",
     "check_stepped",
+    "check_stepped_here",
     "check_steps_some",
     "held_by",
     "holds",
@@ -120,11 +121,7 @@ def check_stepped(given: Any) -> None:
         # share.
         wanted, held = (set(map(id, _parameters(its))) for its in ([one], inner))
         if held and not wanted <= held:
-            raise ConfigurationError(
-                f"{name} steps {len(wanted & held)} of {len(wanted)} parameters on this rank, and takes "
-                "the others from other ranks, as ZeroRedundancyOptimizer does: averaged, every parameter "
-                f"would learn from one rank's data alone.  Give each rank a whole optimizer; {_ALIKE}"
-            )
+            raise _shared_out(name, len(wanted & held), len(wanted), "ZeroRedundancyOptimizer does")
         switches = (getattr(one, "train", None), getattr(one, "eval", None))
         # wrappers such as Accelerate's also have train() and eval(), which only forward the call
         if not inner and all(map(callable, switches)):
@@ -143,6 +140,47 @@ def check_stepped(given: Any) -> None:
                 f"{name} compares gradients at the points where its last steps ended, and averages move "
                 f"the weights away from them; take another optimizer; {_ALIKE}"
             )
+
+
+def check_stepped_here(optimizer: Optimizer, trained: Collection[Tensor]) -> None:
+    """Refuse an optimizer that has called collectives in its step, and stepped only its rank's share.
+
+    Single-file Muons do so: every rank steps some of the parameters, keeps moments only for these, and
+    gathers the others.  Only a step reveals this, because every rank holds all parameters.
+
+    Args:
+        optimizer: an optimizer that has just taken its first step, and called collectives in it.
+        trained: the parameters whose updates are exchanged.
+
+    Raises:
+        ConfigurationError: some of the parameters that have gradients have no moments.
+
+    Example:
+        >>> class Muon(torch.optim.SGD): pass  # not one of torch's own, which never communicate
+        >>> weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+        >>> for one in weights: one.grad = torch.ones(2)
+        >>> muon = Muon(weights, lr=0.1)
+        >>> muon.state[weights[0]]["momentum_buffer"] = torch.ones(2)
+        >>> try: check_stepped_here(muon, weights)
+        ... except ConfigurationError as error: str(error).split(",")[0]
+        'Muon steps 1 of 2 parameters on this rank'
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return  # hooks on its step may communicate, e.g. to report a norm, but the step itself does not
+    known = set(map(id, trained))
+    stepped = [p for p in _parameters([optimizer]) if id(p) in known and p.grad is not None]
+    kept = sum(bool(optimizer.state.get(parameter)) for parameter in stepped)
+    if kept < len(stepped):
+        raise _shared_out(type(optimizer).__name__, kept, len(stepped), "a distributed Muon does")
+
+
+def _shared_out(name: str, held: int, wanted: int, alike: str) -> ConfigurationError:
+    """Return the error for an optimizer that steps only its rank's share of the parameters."""
+    return ConfigurationError(
+        f"{name} steps {held} of {wanted} parameters on this rank, and takes the others from other "
+        f"ranks, as {alike}: averaged, every parameter would learn from one rank's data alone.  Give "
+        f"each rank a whole optimizer; {_ALIKE}"
+    )
 
 
 def check_steps_some(optimizers: Sequence[Optimizer], model: nn.Module) -> None:

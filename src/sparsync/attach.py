@@ -153,6 +153,7 @@ def attach(
     )
     from sparsync.exclusive import check_outermost, check_unattached
     from sparsync.presets import PRESETS, resolve
+    from sparsync.transports.process_group import check_group
     from sparsync.units import check_stepped_later, check_values
     from sparsync.updates import OuterStep
 
@@ -192,6 +193,7 @@ def attach(
         check_steps_some(optimizers, model)
     carried, watched = transport or Transport(), monitoring or Monitoring()
     world = carried.world
+    check_group("Transport(world=...)", world)
     if isinstance(model, DistributedDataParallel):
         require(
             world is None,

@@ -7,14 +7,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsync.errors import ConfigurationError
+from sparsync.errors import ConfigurationError, require
 from sparsync.feedback.agreed_setup import reducer_stats
 from sparsync.feedback.reducer import Reducer
 from sparsync.feedback.reducer_state import ParsedState
@@ -227,6 +227,18 @@ class Handle(ABC):
             self._before_close()
         self._close()
 
+    def check_open(self, what: str) -> None:
+        """Refuse an action that needs the other ranks if this handle is closed.
+
+        Raises:
+            ConfigurationError: the handle is closed; the message names ``what``.
+        """
+        require(
+            not self.closed,
+            f"{what} needs the other ranks, and this handle is closed; call it before close(), or within "
+            "the handle's with block, or attach again",
+        )
+
     @abstractmethod
     def _before_close(self) -> None:
         """Warn, before a regular ``close``, about work that it would leave undone."""
@@ -239,6 +251,14 @@ class Handle(ABC):
         self._end()
         if self.reducer.monitor is not None:
             self.reducer.monitor.close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled, e.g. with the trainer that holds this handle."""
+        raise ConfigurationError(
+            f"{type(self).__name__}, the handle that attach returned, cannot be copied or pickled: its "
+            "threads and its residuals belong to this rank; copy or save sync.state_dict(), and leave "
+            "the handle out of the objects that hold it"
+        )
 
     def __enter__(self) -> Handle:
         return self

@@ -1,9 +1,12 @@
 """Processes end well without closing a handle, and a freed model leaves nothing behind."""
 
 import contextlib
+import copy
 import gc
+import io
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -12,6 +15,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +23,7 @@ import torch.distributed as dist
 
 import sparsync
 from sparsync.updates import OuterStep
-from tests.on_ranks import on_ranks, same_everywhere
+from tests.on_ranks import on_ranks, refused, same_everywhere
 
 from .small_model import backward, ddp_model, flat, model
 
@@ -169,6 +173,20 @@ KINDS = {
 }
 
 
+def with_handle(kind):
+    """Return a trained model of a kind, and its handle."""
+    made, attach = [], sparsync.attach
+
+    def attached(*args, **settings):
+        made.append(attach(*args, **settings))
+        return made[-1]
+
+    with mock.patch.object(sparsync, "attach", attached):
+        net = KINDS[kind]()
+    (sync,) = made
+    return net, sync
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_handle_that_nobody_keeps_goes_with_its_model(kind):
@@ -182,6 +200,58 @@ def test_a_handle_that_nobody_keeps_goes_with_its_model(kind):
     dist.barrier()
     threads, descriptors = counts()
     assert threads <= before[0] and descriptors <= before[1], (before, threads, descriptors)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handle_closes_after_the_program_has_destroyed_all_groups(kind):
+    """The default group may exist again by then, so ``is_initialized`` does not tell."""
+    names = dist.distributed_c10d._world.pg_names
+    before = set(names)
+    net, sync = with_handle(kind)
+    for group in set(names) - before:
+        dist.destroy_process_group(group)
+    sync.close()
+    assert net is not None and sync.closed
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_closed_handle_says_that_it_was_closed_too_early(wrapped, folder):
+    net = ddp_model() if wrapped else model()
+    kind = torch.optim.SGD if wrapped else torch.optim.AdamW
+    optimizer = kind(net.parameters(), 0.1)
+    with sparsync.attach(net, optimizer) as sync:
+        backward(net, 0)
+        optimizer.step()
+    state = sync.state_dict()
+    calls = {
+        "save()": lambda: sparsync.save(sync, folder, model=net),
+        "load()": lambda: sparsync.load(sync, folder, model=net),
+        "load_state_dict()": lambda: sync.load_state_dict(state),
+    }
+    if not wrapped:
+        calls |= {"finish()": sync.finish, "step()": sync.step}
+    for name, call in calls.items():
+        with refused(f"{name} needs the other ranks, and this handle is closed"):
+            call()
+    assert not list(folder.iterdir())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_handle_is_neither_copied_nor_pickled(kind):
+    """A shallow copy would close what the handle still uses; the others failed on a lock."""
+    net, sync = with_handle(kind)
+    for act in (
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+        lambda sync: torch.save(sync, io.BytesIO()),
+    ):
+        with refused("the handle that attach returned, cannot be copied or pickled"):
+            act(sync)
+    assert net is not None
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ from sparsync.updates import AdaptivePeriod, OuterStep
 from tests.attaching import ONE_BIT
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
+from .muons import Muon
 from .small_model import backward, ddp_model, flat, fully_shard, model
 
 SETTINGS = {
@@ -92,6 +93,60 @@ def test_resuming_is_exact(kind, name, folder):
             sync.finish()
             ends.append(flat(net))
     assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[3])
+
+
+@on_ranks(4)
+def test_a_new_optimizer_whose_constructor_makes_part_of_its_state_resumes(folder):
+    """The moments that are missing before its first step are not taken for a mistake in the file."""
+    ends = []
+    for fresh in (False, True):
+        net = model(seed=0)
+        optimizer = Muon(net.parameters())
+        with sparsync.attach(net, optimizer) as sync:
+            if fresh:
+                sparsync.load(sync, folder, model=net, optimizer=optimizer)
+            else:
+                steps(net, optimizer, range(3))
+                sparsync.save(sync, folder, model=net, optimizer=optimizer)
+            ends.append(steps(net, optimizer, range(3, 6)))
+            sync.finish()
+    assert torch.equal(*ends)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["ddp", "plain"])
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_call_on_rank_0_alone_is_refused_before_the_timeout(kind, call, folder):
+    """Scripts do this that have saved the whole checkpoint on rank 0 so far."""
+    net = net_of(kind)[0]
+    optimizer = (torch.optim.SGD if kind == "ddp" else torch.optim.AdamW)(net.parameters(), 0.01)
+    sync = sparsync.attach(net, optimizer, transport=sparsync.Transport(timeout=60.0))
+    steps(net, optimizer, range(2))
+    sparsync.save(sync, folder)
+    began = time.monotonic()
+    with pytest.raises(PeerError, match="only one of the two saves or loads a checkpoint"):
+        if dist.get_rank() == 0:
+            getattr(sparsync, call)(sync, folder)
+        else:
+            steps(net, optimizer, range(2, 5))
+    assert time.monotonic() - began < 30
+    sync.close()
+
+
+@on_ranks(2)
+def test_the_state_of_another_optimizer_names_its_groups(folder):
+    """Its vectors have another length, too, which says nothing about the cause."""
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        net = model()
+        optimizer = kind(net.parameters(), lr=0.01)
+        with sparsync.attach(net, optimizer, exchange="updates") as sync:
+            if kind is torch.optim.AdamW:
+                steps(net, optimizer, range(2))
+                sparsync.save(sync, folder)
+                sync.finish()
+                continue
+            with refused("the saved state has no state['groups'][0][0]['momentum']"):
+                sparsync.load(sync, folder)
 
 
 @on_ranks(4)

@@ -26,6 +26,7 @@ from sparsync_papers.baseline_optimizers import UpdateSpaceAdamW
 from tests.attaching import ONE_BIT
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
 
+from .muons import DistributedMuon, Muon
 from .small_model import backward, batch, ddp_model, flat, model
 
 
@@ -586,6 +587,81 @@ def test_nan_on_one_rank_brings_all_back():
         assert all(
             value.isfinite().all() for state in optimizer.state.values() for value in state.values()
         )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("exchange", ["gradients", "updates"])
+def test_a_group_without_this_rank_is_refused(exchange):
+    """``new_group`` returns a number on ranks that are not in the group."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    apart = groups[1 - dist.get_rank()]
+    dist.destroy_process_group(gone := dist.new_group([0, 1]))
+    for name, group, words in (
+        ("Transport(world=...)", apart, "outside of the new group"),
+        ("Transport(world=...)", [0, 1], "is [0, 1]; give a process group"),
+        ("Transport(world=...)", gone, "not destroyed"),
+        ("replicate", apart, "outside of the new group"),
+        ("replicate", gone, "not destroyed"),
+    ):
+        net = model()
+        given = (
+            {"replicate": group}
+            if name == "replicate"
+            else {"transport": sparsync.Transport(world=group)}
+        )
+        with refused(name, words):
+            sparsync.attach(net, adam(net), exchange=exchange, **given)
+
+
+@on_ranks(2)
+def test_marks_in_an_optimizers_state_outlive_broken_moments():
+    net = model()
+    optimizer = Muon(net.parameters())
+    with sparsync.attach(net, optimizer) as sync:
+        for step in range(6):
+            net.zero_grad()
+            backward(net, step)
+            if step == 3 and dist.get_rank() == 1:
+                for parameter in net.parameters():
+                    parameter.grad.fill_(torch.nan)
+            optimizer.step()
+        assert sync.stats()["refused_exchanges"] == 1
+        marks = [optimizer.state[parameter]["use_muon"] for parameter in net.parameters()]
+        assert marks == [parameter.ndim == 2 for parameter in net.parameters()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrap", [ddp_model, model])
+def test_an_optimizer_that_shares_out_the_parameters_is_refused_in_its_first_step(wrap):
+    net = wrap()
+    with (
+        pytest.raises(sparsync.ConfigurationError) as caught,
+        sparsync.attach(net, DistributedMuon(net.parameters())) as sync,
+    ):
+        step_of(net, sync.optimizers[0], 0)
+    assert str(caught.value).startswith("DistributedMuon steps 3 of 6 parameters on this rank")
+    if wrap is ddp_model:
+        net = ddp_model()
+        optimizer = DistributedMuon(net.parameters())
+        with sparsync.attach(net, optimizer, exchange="gradients"):
+            for step in range(3):
+                step_of(net, optimizer, step)
+            assert same_everywhere(flat(net))
+
+
+@on_ranks(2)
+def test_collectives_of_hooks_are_not_mistaken_for_the_steps_own():
+    """Scripts log norms in hooks; torch's own optimizers, such as SGD here, need not keep any state."""
+    net = model()
+    several = [Muon([net[0].weight]), torch.optim.SGD([*net.parameters()][1:], 0.1)]
+    for one in several:
+        one.register_step_post_hook(lambda *_: dist.all_reduce(torch.ones(1)))
+    with sparsync.attach(net, several, exchange="updates") as sync:
+        backward(net, 0)
+        for one in several:
+            one.step()
+        assert sync.steps == 1
+        sync.finish()
 
 
 @on_ranks(2)

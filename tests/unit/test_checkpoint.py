@@ -9,6 +9,7 @@ import random
 import resource
 import warnings
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from sparsync import ConfigurationError, Correction
 from sparsync.averaging import LocalSgd
-from sparsync.checkpoint import load, save
+from sparsync.checkpoint import load, load_states, save, save_state
 from sparsync.checkpoint.distributed import DistributedState
 from sparsync.checkpoint.files import read_file, write_file
 from sparsync.errors import CheckpointError, NoCheckpointError, SparsyncError
@@ -156,6 +157,47 @@ def test_a_folder_that_is_a_file_or_has_no_name_ends_no_training(tmp_path):
         with pytest.raises(ConfigurationError, match="the folder for checkpoints has no name"):
             call(sync, "")
     assert file.read_text() == "mine" and sync.reducer.step == 1
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "s3://bucket/run",
+        Path("s3://bucket/run"),
+        "file:///tmp/run",
+        "memory://run",
+        None,
+        3,
+        b"run",
+    ],
+)
+def test_what_names_no_folder_is_refused_before_anything_is_written(folder, tmp_path, monkeypatch):
+    """``Path`` would make s3://bucket a folder of this machine, which goes with it."""
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        save,
+        load,
+        lambda *args: save_state(*args, weights=""),
+        lambda *args: load_states(*args, weights=""),
+    ):
+        with refused(*([str(folder), "an address"] if "://" in str(folder) else ["folder"])):
+            call(Sync(), folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_home_folder_and_folders_with_a_colon_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert save(Sync(), "~/runs").parent == tmp_path / "runs"
+    assert load(Sync(), tmp_path / "runs") == {} == load(Sync(), "~/runs")
+    assert save(Sync(), "lr=0.1:run").parent.name == "lr=0.1:run"
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), None, "checkpoints"])
+def test_what_is_no_handle_is_refused(given, tmp_path):
+    for call in (save, load, lambda sync, _: DistributedState(sync)):
+        with refused(f"{type(given).__name__} is not a handle", "attach() returned"):
+            call(given, tmp_path)
 
 
 def test_checkpoints_that_are_kept_elsewhere_are_not_touched(tmp_path):

@@ -6,7 +6,7 @@ import os
 import socket
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore, PrefixStore
 
 from sparsync.errors import ConfigurationError
 from sparsync.transports import rendezvous
@@ -109,6 +109,19 @@ def test_of_several_cards_the_one_on_the_route_is_bound(cards):
     cards.setenv("GLOO_SOCKET_IFNAME", "^docker0")
     cards.setenv("MASTER_ADDR", "head")
     assert choose_interface(None, "elsewhere") == "10.10.0.5"
+
+
+def test_in_a_store_without_a_host_ranks_listen_at_their_own_names_address(cards, tmp_path):
+    """A ``file://`` init_method makes such a store; ranks may be on several machines."""
+    store = PrefixStore("attach", FileStore(str(tmp_path / "store"), 2))
+    cards.setattr(rendezvous, "address_to", {"node7": "10.10.0.5"}.get)
+    assert choose_interface(None, store) == "10.10.0.5"
+    cards.setattr(rendezvous, "address_to", {"node7": "127.0.1.1"}.get)
+    assert choose_interface(None, store) == "10.0.0.5"
+    cards.setattr(rendezvous, "address_to", lambda _: None)
+    assert choose_interface(None, store) == "10.0.0.5"
+    cards.setattr(rendezvous, "own_interfaces", lambda: CARDS[:1])
+    assert choose_interface(None, store) == "127.0.0.1"
 
 
 def test_a_host_whose_own_name_is_loopback_is_found_by_others(cards):

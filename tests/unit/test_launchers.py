@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from sparsync.errors import ConfigurationError
-from sparsync.transports import mpi
+from sparsync.transports import launchers, mpi
 from sparsync.transports.launchers import (
     Placement,
     connect_mpi,
@@ -28,6 +29,7 @@ SBATCH = ROOT / "examples" / "slurm.sbatch"
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}
+MPICH_ELSEWHERE = {"PMI_RANK": "2", "PMI_SIZE": "4"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "PMIX_RANK": "5"}
 OPEN_MPI["OMPI_COMM_WORLD_LOCAL_RANK"] = "1"
 MVAPICH = {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"}
@@ -49,6 +51,9 @@ SCRIPT = {**SLURM, "SLURM_SUBMIT_DIR": "/"}
     (IN_STEP, Placement(3, 4, 1, "node9", "slurm")),
     ({**SLURM, "PMIX_RANK": "2"}, Placement(2, 8, 1, "node003", "mpi")),
     ({**SLURM, "MASTER_ADDR": "b"}, Placement(3, 8, 1, "b", "slurm")),
+    # without MPI_LOCALRANKID, as under srun --mpi=pmi2 and under Cray's PALS
+    ({**SLURM, **MPICH_ELSEWHERE}, Placement(2, 4, 1, "node003", "mpi")),
+    ({**MPICH_ELSEWHERE, "PMI_LOCAL_RANK": "3"}, Placement(2, 4, 3, None, "mpi")),
     # one launcher inside another: the inner one takes precedence
     ({**SLURM, **MPICH}, Placement(2, 4, 0, "node003", "mpi")),
     ({**SLURM, **MPICH, **TORCHRUN}, Placement(1, 3, 1, "a", "torchrun")),
@@ -206,3 +211,19 @@ def test_leaving_ends_the_threads_of_gloo(tmp_path):
         "print('gloo' in ''.join(names))\n"
     )
     assert run_python(program).stdout == "False\n"
+
+
+def test_ranks_that_torchrun_restarts_do_not_find_what_the_former_ones_stored(monkeypatch):
+    """torchrun's static rendezvous keeps its store; torch itself connects to ranks that have ended."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        **{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+        **{"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+    }.items():
+        monkeypatch.setenv(name, value)
+    for restarts in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        store = launchers._meet(detect(), 5.0)
+        assert not store.check(["address of rank 0"])
+        store.set("address of rank 0", "here")
+        assert launchers._meet(detect(), 5.0).check(["address of rank 0"])

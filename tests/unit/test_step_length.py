@@ -12,6 +12,21 @@ from sparsync.updates.step_length import lengthen, of_own_length, remember
 
 RATE, DECAY = 0.1, 0.3
 DECAYED = {"lr": RATE, "weight_decay": DECAY}
+
+
+def signs(name, decay):
+    """Return an optimizer of this name, whose steps are signs and whose decay has its own name."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in filter(lambda p: p.grad is not None, group["params"]):
+                parameter.data.mul_(1 - group["lr"] * group[decay])
+                parameter.data.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+    made = type(name, (torch.optim.Optimizer,), {"step": step})
+    return lambda p: made(p, {"lr": RATE, decay: DECAY})
+
+
 # optimizer -> whether its weight decay is decoupled
 KNOWN = {
     "amsgrad": (lambda p: torch.optim.Adam(p, RATE, weight_decay=DECAY, amsgrad=True), False),
@@ -24,6 +39,9 @@ KNOWN = {
     "Adagrad": (lambda p: torch.optim.Adagrad(p, RATE, weight_decay=DECAY), False),
     "Adadelta": (lambda p: torch.optim.Adadelta(p, RATE), False),
     "Adafactor": (lambda p: torch.optim.Adafactor(p, RATE, weight_decay=DECAY), True),
+    "Moonlight's Muon": (signs("Muon", "wd"), True),
+    "Muon without messages": (signs("SingleDeviceMuon", "weight_decay"), True),
+    "the same with Adam": (signs("SingleDeviceMuonWithAuxAdam", "weight_decay"), True),
 }
 if hasattr(torch.optim, "Muon"):  # torch 2.9 has the first one
     KNOWN["Muon"] = (lambda p: torch.optim.Muon(p, RATE, weight_decay=DECAY), True)

@@ -84,8 +84,11 @@ def states_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, Mapping[str, Any
     an optimizer, only parameters that it has already stepped are returned.
     """
     own = {parameter: kept for parameter, kept in optimizer.state.items() if kept}
-    stepped = {p for group in optimizer.param_groups for p in group["params"]} <= own.keys()
-    if stepped or not type(optimizer).__module__.startswith("torch.optim"):
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        # A state without tensors may come from the constructor: Moonlight's Muon marks there which
+        # parameters it orthogonalises, and creates moments in its first step.
+        return {p: kept for p, kept in own.items() if any(map(torch.is_tensor, kept.values()))}
+    if {p for group in optimizer.param_groups for p in group["params"]} <= own.keys():
         return own
     return _step_without_memory(optimizer) | own
 

@@ -28,6 +28,7 @@ from sparsync.fields import Fields, opened, sealed
 from sparsync.state import fits
 from sparsync.units import Piece, is_finite
 from sparsync.updates.contributions import shown_of
+from sparsync.updates.gradient_noise import marks_of
 
 __all__ = ["reshard", "state_like"]
 
@@ -277,7 +278,8 @@ def _without_broken_moments(state: State, states: Sequence[State]) -> State:
         for name, kept in one["moments"].items()
         if not all(is_finite(v) for v in kept.values() if isinstance(v, Tensor))
     }
-    return {**state, "moments": {n: {} if n in broken else k for n, k in state["moments"].items()}}
+    moments = {n: marks_of(k) if n in broken else k for n, k in state["moments"].items()}
+    return {**state, "moments": moments}
 
 
 def _by_name(state: State, returns: bool) -> dict[str, Any]:

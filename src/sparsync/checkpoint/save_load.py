@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -40,10 +42,11 @@ from sparsync.errors import (
 )
 from sparsync.feedback.reducer import Reducer
 from sparsync.fields import Fields, check_saved, opened
+from sparsync.handle import Handle
 from sparsync.state import outside_inference
 from sparsync.transports.agree import agree, on_all_or_none, unequal_steps
 from sparsync.transports.communicator import Communicator
-from sparsync.transports.driver import run
+from sparsync.transports.driver import run, together
 from sparsync.updates.outer_averager import OuterAverager
 
 __all__ = [
@@ -63,6 +66,8 @@ __all__ = [
 # seconds within which a rank must see the other ranks' files in a shared folder
 _LATE: Final = 10.0
 _MOST: Final = 10**6  # limit on the number of checkpoints to keep
+# A scheme of two letters or more, as in s3://bucket; a single letter is a drive.  Path keeps one slash.
+_ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 # kinds of states in which the ranks' weights differ
 _LOCAL: Final = ("updates", "averager")
 # Additions to a rank's state: ``save`` stores the states of other objects and the buffers of modules, and
@@ -124,7 +129,8 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
 
     Args:
         sync: the handle returned by ``attach``.
-        folder: the folder for this run's checkpoints, visible to all ranks; created if necessary.
+        folder: the folder for this run's checkpoints, visible to all ranks; created if necessary.  A
+            leading ``~`` stands for the home folder; addresses such as s3://bucket are refused.
         keep: the number of newest checkpoints to keep; older ones are removed.  With None, all are
             kept.
         shared: by name, objects and values that are equal on all ranks and saved once, by rank 0:
@@ -147,7 +153,7 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
             nothing more: ``close()`` it, attach again, and load.
 
     Cost: a rank writes n elements, and waits until they are on disk.  It also takes five messages of 8
-        to 32 bytes, or six if a replica is split over ranks.
+        to 32 bytes, or six if a replica is split over ranks, and one of a byte per unit, and two more.
 
     Example:
         >>> import tempfile, torch
@@ -164,7 +170,9 @@ def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: 
         raise ConfigurationError(
             f"keep is {str(keep)[:20]}; give a number of checkpoints from 1 to {_MOST}, or None for all"
         )
+    _check_open(sync, "save()")
     folder, seat = _named(folder), seat_of(sync)
+    _meet(sync)
     _check_alike(sync, shared)
     last = _together(sync, lambda: max(numbered(folder), default=0), f"list {folder}")
     target = folder / f"{1 + _greatest(sync, last):06d}-step-{_same_steps(sync):08d}"
@@ -244,7 +252,10 @@ def load(
     Cost: every rank reads n elements; with a different number of ranks, it reads all residuals that it
     sums up.  The states of ``shared`` are copied for a possible rollback.
     """
-    path, older = _chosen(sync, _named(folder), step)
+    _check_open(sync, "load()")
+    folder = _named(folder)
+    _meet(sync)
+    path, older = _chosen(sync, folder, step)
     try:
         return _loaded(sync, path, shared)
     except CheckpointError as error:
@@ -256,9 +267,36 @@ def load(
 
 
 def _named(folder: Path | str) -> Path:
-    """Return a folder; refuse an empty name, e.g. from a shell variable that is not set."""
+    """Return a folder, with a leading ``~`` replaced; refuse what does not name one.
+
+    Raises:
+        ConfigurationError: the name is empty, e.g. from a shell variable that is not set, missing (None),
+            or the address of an object store.
+
+    Example:
+        >>> try: _named("s3://bucket/run")
+        ... except ConfigurationError as error: str(error).split(";")[0]
+        "'s3://bucket/run' is an address, and checkpoints are files"
+    """
     require(folder != "", "the folder for checkpoints has no name; name one, e.g. checkpoints")
-    return Path(folder)
+    require(
+        isinstance(folder, str | os.PathLike),
+        f"the folder for checkpoints is {folder!r}; give its name, e.g. 'checkpoints'",
+    )
+    # without this, Path would make s3://bucket/run a folder of this machine, s3:/bucket/run
+    require(
+        _ADDRESS.match(str(folder)) is None,
+        f"'{folder}' is an address, and checkpoints are files; give a folder that all ranks see, and "
+        "copy finished checkpoints from there",
+    )
+    return Path(folder).expanduser()
+
+
+def _check_open(sync: Saveable, what: str) -> None:
+    """Refuse a closed handle, and objects that are no handle."""
+    check_saveable(sync)
+    if isinstance(sync, Handle):
+        sync.check_open(what)
 
 
 def _chosen(sync: Saveable, folder: Path, step: int | None) -> tuple[Path, list[int]]:
@@ -383,6 +421,9 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
         CheckpointError: raised on all ranks if their numbers of local steps or of exchanges differ (then
             nothing is written), or if any rank could not write.
     """
+    folder = _named(folder)
+    if not alone:
+        _check_open(sync, "save_state()")
 
     def write() -> None:
         state = {**sync.state_dict(), "beside": {"weights": weights}}
@@ -391,6 +432,7 @@ def save_state(sync: Saveable, folder: Path, weights: str, *, alone: bool = Fals
     if alone:
         write()
         return
+    _meet(sync)
     _same_steps(sync)
     _together(sync, write, f"write its part of {folder}")
 
@@ -403,6 +445,9 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
         CheckpointError: a file is missing or damaged.
         ConfigurationError: the state does not fit this run, or was saved with different weights.
     """
+    _check_open(sync, "load_states()")
+    folder = _named(folder)
+    _meet(sync)
     before, state, beside = _read_states(sync, _Folder(folder))
 
     def compare() -> None:
@@ -421,6 +466,8 @@ def load_states(sync: Saveable, folder: Path, weights: str) -> None:
 @outside_inference
 def load_from(sync: Saveable, source: Source) -> None:
     """Load this rank's part of the states that all ranks saved."""
+    _check_open(sync, "read()")
+    _meet(sync)
     before, state, _ = _read_states(sync, source)
     _take_state(sync, state, before, str(source))
 
@@ -504,12 +551,17 @@ def _communicators(sync: Saveable) -> Sequence[Communicator]:
 
 
 def check_saveable(sync: object) -> None:
-    """Refuse an averager without a reducer; each rank must save its model, optimizer and averager."""
+    """Refuse averagers without a reducer, whose ranks save their own states, and other objects."""
     require(
         not isinstance(sync, Averager) or isinstance(sync, OuterAverager),
         f"{type(sync).__name__} is an averager, not a handle of attach(); on every rank, save the "
         "state_dict() of the model, the optimizer and the averager with torch.save (docs/averaging.md, "
         "Save and resume)",
+    )
+    require(
+        isinstance(getattr(sync, "reducer", None), Reducer),
+        f"{type(sync).__name__} is not a handle; give the object that attach() returned first, as in "
+        "save(sync, folder, model=model)",
     )
 
 
@@ -523,6 +575,21 @@ def seat_of(sync: Saveable) -> Seat:
 def _exchange(sync: Saveable) -> AbstractContextManager[None]:
     """Refuse to communicate after an interrupted exchange; record it if this one is interrupted."""
     return _communicators(sync)[0].exchange()
+
+
+def _meet(sync: Saveable) -> None:
+    """Meet the other replicas on every channel on which they may be in an exchange instead.
+
+    If only one rank saves, e.g. within ``if rank == 0:``, the others begin their next exchange.  Messages
+    of two calls on one channel are an error on both ranks, immediately; on channels of their own, all
+    ranks would wait until the timeout.
+    """
+    comm, reducer = _communicators(sync)[0], sync.reducer
+    channels = [reducer.channel(unit) for unit in range(len(reducer.units))]
+    here = torch.zeros(1, dtype=torch.int8, device="cpu")
+    with _exchange(sync):
+        every = (*channels, reducer.channel("contributions"), comm)
+        run(together([one.allgather(here, "checkpoint") for one in every]))
 
 
 def _greatest(sync: Saveable, number: int) -> int:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sparsync.errors import ConfigurationError, require
+from sparsync.transports.process_group import check_group
 from sparsync.units import Piece, check_values
 
 __all__ = [
@@ -123,11 +124,15 @@ def ranks_of(replicate: Any) -> list[int]:
                 "dimension along which replicas lie, e.g. mesh['replicate']"
             )
         replicate = replicate.get_group()
-    if not isinstance(replicate, dist.ProcessGroup):
+    outside = (
+        replicate == dist.GroupMember.NON_GROUP_MEMBER
+    )  # an int, which has an error of its own
+    if not outside and not isinstance(replicate, dist.ProcessGroup):
         raise ConfigurationError(
             f"replicate is {type(replicate).__name__}; give a one-dimensional DeviceMesh or a process "
             "group: the ranks that hold the same part of the model as this one"
         )
+    check_group("replicate", replicate)
     return dist.get_process_group_ranks(replicate)
 
 

@@ -181,6 +181,7 @@ class GradientSync(Handle):
 
         If this raises an error, nothing has changed on any rank.
         """
+        self.check_open("load_state_dict()")
         comms = self.communicators
         parsed = run(on_all_or_none(comms, lambda: self.validate(state), "load its saved state"))
         run(agree_state(self.reducer.comm, parsed, parts=self._inner))

@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from sparsync.errors import ConfigurationError, DeadlineError, first_line
@@ -38,16 +38,17 @@ __all__ = [
 
 Launcher = Literal["torchrun", "mpi", "slurm"]
 
-# For each launcher, the variables with a process's rank, the world size, and the rank on this host.
-# Inner launchers come first: if srun starts torchrun, the variables of both are set, and torchrun's are
-# right.
+# For each launcher, the variables with a process's rank, the world size, and the rank on this host (of
+# several, the first that is set counts).  Inner launchers come first: if srun starts torchrun, the
+# variables of both are set, and torchrun's are right.
 _LAUNCHERS: tuple[tuple[Launcher, str, str, str], ...] = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # The variables in the next rows are set by, in this order: Open MPI; MVAPICH2; MPICH, Intel MPI and
-    # Slurm's pmi2 (srun --mpi=pmi2); Slurm's pmix (two rows)
+    # The variables in the next rows are set by, in this order: Open MPI; MVAPICH2; MPICH and Intel MPI,
+    # Cray's PALS, and Slurm's pmi2 (srun --mpi=pmi2), each with its own rank on this host; Slurm's pmix
+    # (two rows)
     ("mpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpi", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
-    ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("mpi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK SLURM_LOCALID"),
     ("mpi", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("mpi", "PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
@@ -102,7 +103,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Placement | None:
             f"{names[0]}={rank} and {names[1]}={world_size} make no sense; a rank is in "
             "[0, world size). Start all processes with one torchrun, mpiexec or srun"
         )
-    local_rank = _number(environ, names[2]) if names[2] in environ else 0
+    local = next((name for name in names[2].split() if name in environ), None)
+    local_rank = 0 if local is None else _number(environ, local)
     host = environ.get("MASTER_ADDR")
     nodes = next((environ[name] for name in _HOSTS if environ.get(name)), None)
     # torchrun sets MASTER_ADDR itself, because its rank 0 need not be on Slurm's first host
@@ -236,7 +238,10 @@ def _meet(here: Placement, timeout: float) -> Store:
     if here.launcher == "torchrun":
         served, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
         served.set_timeout(timedelta(seconds=timeout))
-        return served  # type: ignore[no-any-return]
+        # If torchrun restarts ranks with a static rendezvous, it keeps the store, which still holds the
+        # addresses of the ranks that have ended (torch 2.13).  gloo would try to connect to them.
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"restart {restarts}", served)
 
     def store(host: str, port: int) -> TCPStore:
         return TCPStore(

@@ -226,7 +226,8 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
     store's host, the host of the default process group's store, or rank 0's host.  If
     ``GLOO_SOCKET_IFNAME`` is set, the result is an address of an interface that it selects: the address
     on that route if one is, otherwise the first.  If the variable is not set, the result is this
-    machine's address on that route.
+    machine's address on that route.  If the store has no host, as a ``FileStore``, the result is the
+    address of this machine's own name, where gloo listens.
 
     Args:
         interface: the interface given on this rank; None to find one.
@@ -246,10 +247,9 @@ def choose_interface(interface: str | None, meeting: Store | str) -> str:
     if value := os.environ.get(VARIABLE):
         return _address_of(value, host)
     if host is None:
-        raise ConfigurationError(
-            "interface is not given, and no rendezvous host tells which one to use; give the IP address "
-            "or the name of the interface that leads to the other ranks, as in interface='eth0'"
-        )
+        host = socket.gethostname()
+        if address_to(host) is None:  # this machine does not know its own name
+            return usual_address(own_interfaces()) or "127.0.0.1"
     return way_to(host)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "corrects",
     "drop_broken",
     "found_inf",
+    "marks_of",
     "noise_of",
     "with_moments",
 ]
@@ -513,7 +514,7 @@ def common_rate(optimizers: Iterable[torch.optim.Optimizer]) -> float:
 def drop_broken(
     optimizers: Iterable[torch.optim.Optimizer], on_any_part: Callable[[bool], bool]
 ) -> None:
-    """Drop optimizer states that contain NaN or Inf.
+    """Drop optimizer states that contain NaN or Inf, except their marks (``marks_of``).
 
     If any part of a replica has such a state, all parts drop all states.
     """
@@ -525,7 +526,21 @@ def drop_broken(
     everything = on_any_part(any(broken))
     for state, here in zip(states, broken, strict=True):
         if here or everything:
+            marks = marks_of(state)
             state.clear()
+            state.update(marks)
+
+
+def marks_of(state: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the true or false entries of a parameter's state, which a constructor may have made.
+
+    Moonlight's Muon marks in this way which parameters it orthogonalises, and cannot step without.
+
+    Example:
+        >>> marks_of({"use_muon": True, "step": 3, "moment1": torch.zeros(1)})
+        {'use_muon': True}
+    """
+    return {key: value for key, value in state.items() if isinstance(value, bool)}
 
 
 def _pass_over(jobs: Iterable[_Job]) -> None:

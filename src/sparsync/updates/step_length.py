@@ -41,6 +41,9 @@ _OWN_LENGTH: Final[Mapping[str, bool]] = MappingProxyType(
         "Lamb": False,
         "Lion": True,
         "SOAP": True,
+        # Muon's original code (KellerJordan/Muon), whose other classes are called Muon, or refused
+        "SingleDeviceMuon": True,
+        "SingleDeviceMuonWithAuxAdam": True,
     }
 )
 
@@ -60,6 +63,11 @@ def of_own_length(
         apart = next((bool(one) for one in told if one is not None), _OWN_LENGTH[name or ""])
         for parameter in group["params"]:
             yield parameter, group, apart
+
+
+def _decay_of(group: Mapping[str, Any]) -> Any:
+    """Return the weight decay of a group; Moonlight's Muon calls it "wd"."""
+    return group.get("weight_decay", group.get("wd"))
 
 
 def floats(numbers: Iterable[Any]) -> list[float]:
@@ -106,7 +114,7 @@ def lengthen(
     every = [(p, group, decays) for p, group, decays in of_own_length(optimizer) if p in steps]
     groups = list({id(group): group for _, group, _ in every}.values())
     # transformers' Adafactor may choose its own rate (lr=None); the decay is then unknown
-    told = floats(group.get(key) for group in groups for key in ("lr", "weight_decay"))
+    told = floats(value for g in groups for value in (g.get("lr"), _decay_of(g)))
     decay_of = {id(g): lr * own for g, lr, own in zip(groups, told[::2], told[1::2], strict=True)}
     for parameter, group, decays in every:
         weights, step = local_of(parameter), steps[parameter]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sparsync.accepted_optimizers import check_stepped_here
 from sparsync.console import say
 from sparsync.errors import ConfigurationError, require
 from sparsync.exclusive import (
@@ -49,7 +50,7 @@ from sparsync.transports.agree import digest, on_all_or_none
 from sparsync.transports.communicator import Communicator
 from sparsync.transports.driver import run
 from sparsync.transports.ledger import Traffic
-from sparsync.transports.process_group import Groups
+from sparsync.transports.process_group import Groups, collectives_of
 from sparsync.units import check_same_parameters, kinds_of, local_of, substituted, training
 from sparsync.updates.advice import Advice
 from sparsync.updates.carrier import Carrier
@@ -119,6 +120,11 @@ class UpdateSync(Handle):
         self._short: dict[torch.optim.Optimizer, int] = {}  # number of steps not corrected yet
         tell = options.tell if advises else None
         self._advice = Advice(self.outer, carrier, self._weights.noise, tell)
+        # Optimizers that have not stepped yet, and the number of collectives before a first step.  If a
+        # replica is split over ranks, its optimizer may communicate with the other parts.
+        whole = self._inner is None or self._weights.node is not None
+        self._new = set(own.outer.optimizers) if whole else set()
+        self._world, self._collectives = options.transport.world, 0
         self._unweighed = unweighed  # the error of ``contribute``, if ranks cannot be weighed
 
     @property
@@ -196,6 +202,8 @@ class UpdateSync(Handle):
             remember(optimizer, noise.steps)
             if self.outer.begins_last(self.outer.steps):
                 noise.hold(optimizer)
+        if optimizer in self._new:
+            self._collectives = collectives_of(self._world)
 
     def _check_start(self) -> None:
         """Before the first step, let all ranks agree on the weights from which they begin."""
@@ -205,6 +213,10 @@ class UpdateSync(Handle):
     def _after_step(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         self._differs = True
         self._resting.discard(optimizer)
+        if optimizer in self._new and not skipped:
+            self._new.discard(optimizer)
+            if collectives_of(self._world) != self._collectives:
+                check_stepped_here(optimizer, self._weights.trained.values())
         # the gradients of a skipped step are not worth measuring, but the step counts, because other
         # ranks may have made it
         if skipped:
@@ -367,6 +379,7 @@ class UpdateSync(Handle):
 
     def _step(self) -> None:
         outer = self.outer
+        self.check_open("step()")
         self._own.check("an optimizer's step")
         self._idle, self._differs = 0, True
         if outer.optimizers:  # otherwise the user's step has already happened
@@ -445,6 +458,7 @@ class UpdateSync(Handle):
 
         All ranks must call this; they may continue training afterwards.
         """
+        self.check_open("finish()")
         self._own.check("finish()")
         run(self.outer.resume())
         self._check_start()
@@ -550,7 +564,10 @@ class UpdateSync(Handle):
         # Settings are checked first, so that a state saved with different settings is refused for that
         # reason, not because a field is missing.
         check_saved(content, Fields(self.outer.place(), more=object), "state", _CURE)
-        check_saved(content, Fields(self.kinds(content)), "state", _CURE)
+        kinds = self.kinds(content)
+        # Optimizers come next, because another optimizer also changes the length of the vectors.
+        check_saved(content, Fields({"groups": kinds["groups"]}, more=object), "state", _CURE)
+        check_saved(content, Fields(kinds), "state", _CURE)
         return parse_state(self.reducer, content["reducer"])
 
     def common(self, content: Mapping[str, Any]) -> dict[str, str]:
@@ -570,6 +587,7 @@ class UpdateSync(Handle):
 
         If this raises an error, nothing has changed on any rank.
         """
+        self.check_open("load_state_dict()")
         self._own.check("load_state_dict()")
         run(self.outer.settle())
         comms = self.communicators

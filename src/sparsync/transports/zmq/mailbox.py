@@ -29,6 +29,7 @@ NO_LOCAL_STEP: Final = -1
 
 # Phases that other ranks may be in while this rank is in an exchange.  Messages carry only a phase's
 # number, so this rank must know the name in advance to report it in an error.
+_SAVES: Final = "checkpoint"
 _ELSEWHERE: Final = (
     *("agreement", "average", "barrier", "checkpoint", "contributions", "finish", "sentinel"),
     *("max", "min", "settle"),
@@ -204,7 +205,12 @@ class Mailboxes:
 
 
 def _apart(claim: Claim, phase: str | None, local_step: int | None) -> str:
-    """Explain how far apart two ranks' local steps are, if only one of them is in ``finish()``."""
+    """Explain how two ranks' calls differ if only one of them finishes, or only one saves or loads."""
+    if (claim.phase == _SAVES) != (phase == _SAVES):
+        return (
+            "only one of the two saves or loads a checkpoint: call save() and load() on all ranks, after "
+            "the same step, not on one rank alone"
+        )
     if (
         claim.local_step is None
         or local_step is None

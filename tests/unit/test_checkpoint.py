@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import resource
+import shutil
+import struct
 import warnings
 import zipfile
 from pathlib import Path
@@ -253,11 +255,21 @@ def nothing(path, trace):
     path.write_bytes(b"")
 
 
+def flipped(path, trace=None):
+    """Flip a bit of the largest part of a file, e.g. of a tensor."""
+    raw = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda part: part.file_size)
+    lengths = struct.unpack_from("<HH", raw, largest.header_offset + 26)  # of the name, and of more
+    raw[largest.header_offset + 30 + sum(lengths) + largest.file_size // 2] ^= 1
+    path.write_bytes(raw)
+
+
 def a_list(path, trace):
     torch.save([1, 2], path)
 
 
-@pytest.mark.parametrize("damage", [code, zipped_code, cut, noise, nothing, a_list])
+@pytest.mark.parametrize("damage", [code, zipped_code, cut, noise, nothing, flipped, a_list])
 @pytest.mark.parametrize("name", ["sparsync-rank-0-of-1.pt", "shared.pt"])
 def test_a_damaged_or_hostile_file_is_refused_in_one_line(tmp_path, name, damage):
     folder, trace, sync = save(Sync(steps=2), tmp_path), tmp_path / "trace", Sync(steps=1)
@@ -265,6 +277,35 @@ def test_a_damaged_or_hostile_file_is_refused_in_one_line(tmp_path, name, damage
     with unchanged(sync), refused(name, error=CheckpointError):
         load(sync, tmp_path)
     assert not trace.exists(), "code of a file was run"
+
+
+def test_one_bit_that_has_flipped_is_found_although_torch_computes_no_checksums(tmp_path):
+    path, before = tmp_path / "state.pt", torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        write_file(path, {"a": torch.arange(1000.0)})
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert torch.equal(read_file(path)["a"], torch.arange(1000.0))
+    flipped(path)
+    assert not torch.equal(torch.load(path)["a"], torch.arange(1000.0))
+    with refused("data/0 in the file differs from its checksum", error=CheckpointError):
+        read_file(path)
+
+
+def test_states_of_other_ranks_are_compared_with_their_checksums(tmp_path):
+    """A rank reads only parts of most of the files, so the ranks share the comparison."""
+    (own,) = save(Sync(steps=2), tmp_path).glob("sparsync-rank-0-of-1.pt")
+    both = [own.with_name(f"sparsync-rank-{rank}-of-2.pt") for rank in range(2)]
+    for path in both:
+        shutil.copy(own, path)
+    own.unlink()
+    load(sync := Sync(), tmp_path)
+    torch.testing.assert_close(residual(sync), residual(Sync(steps=2)))  # the mean over ranks
+    flipped(both[1])
+    with unchanged(sync), refused(both[1].name, "differs from its checksum", error=CheckpointError):
+        load(sync, tmp_path)
 
 
 def test_damaged_bytes_raise_nothing_else(tmp_path):

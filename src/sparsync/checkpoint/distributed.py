@@ -131,6 +131,9 @@ class _Saved:
             raise CheckpointError(f"{self} has states of several handles; save each on its own")
         return self._prefixes.keys()
 
+    def check(self, seat: Seat) -> None:
+        """Do nothing, because the files belong to ``torch.distributed.checkpoint``."""
+
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Return a rank's state; if it is only checked, its tensors are zeros that take no memory."""
         # most residuals go to other ranks, so this rank checks their sizes but not their values

@@ -7,8 +7,9 @@ import io
 import os
 import re
 import time
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ __all__ = [
     "SHARED",
     "Seat",
     "await_whole",
+    "check_file",
     "is_whole",
     "numbered",
     "read_file",
@@ -91,7 +93,7 @@ def write_file(path: Path, content: Any) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with temporary.open("wb") as file, _with_checksums():
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -108,17 +110,47 @@ def write_file(path: Path, content: Any) -> None:
         ) from error
 
 
+@contextmanager
+def _with_checksums() -> Iterator[None]:
+    """Let ``torch.save`` write checksums, even if the program has turned them off."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def check_file(path: Path) -> None:
+    """Compare a file with its checksums, which torch writes but never reads.
+
+    Raises:
+        CheckpointError: a part of the file differs from its checksum.
+
+    Cost: one pass over the file, half as long as reading it takes.
+    """
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CheckpointError(
+            f"{damaged} in the file differs from its checksum; load another checkpoint"
+        )
+
+
 def read_file(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """Read a dictionary written by ``write_file``, onto the CPU.
 
     Args:
         path: the file.
-        mapped: tensors stay in the file until they are accessed; they must not be written to.
+        mapped: tensors stay in the file until they are accessed; they must not be written to.  The file
+            is not compared with its checksums; ``check_file`` does this.
 
     Raises:
         CheckpointError: the file is missing or damaged, or contains more than tensors and plain values.
     """
     try:
+        if not mapped:
+            check_file(path)
         content = load_plainly(path, map_location="cpu", mmap=mapped)
     except Exception as error:  # damaged bytes raise IndexError, struct.error, ...
         raise CheckpointError(

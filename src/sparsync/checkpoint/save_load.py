@@ -20,6 +20,7 @@ from sparsync.checkpoint.files import (
     SHARED,
     Seat,
     await_whole,
+    check_file,
     is_whole,
     numbered,
     read_file,
@@ -104,6 +105,9 @@ class Source(Protocol):
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Return a rank's state; its tensors may be read lazily."""
 
+    def check(self, seat: Seat) -> None:
+        """Refuse a rank's state if it is not as it was saved."""
+
 
 @final
 class _Folder:
@@ -122,6 +126,14 @@ class _Folder:
     def read(self, seat: Seat, use: Use) -> dict[str, Any]:
         """Read the file of a seat."""
         return read_file(self._path / seat.name, mapped=use != "own")
+
+    def check(self, seat: Seat) -> None:
+        """Compare the file of a seat with its checksums."""
+        path = self._path / seat.name
+        try:
+            check_file(path)
+        except Exception as error:  # damaged headers raise zipfile.BadZipFile, EOFError, ...
+            raise CheckpointError(f"cannot read {path}: {first_line(error)}") from error
 
 
 def save(sync: Saveable, folder: Path | str, *, keep: int | None = 2, **shared: Any) -> Path:
@@ -499,6 +511,9 @@ def _read_states(
                 f"{source} has the states of {len(seats)} ranks, which are not all ranks of a job; give "
                 "the states of all"
             )
+        # ranks share the files among them, because every rank reads only parts of each file
+        for one in sorted(seats)[seat.place :: seat.ranks * seat.parts]:
+            source.check(one)
         return state_like(before, [source.read(one, _use(one, seat)) for one in seats])
 
     # Training continues bit for bit only if every rank finds its own state.  Otherwise all ranks take

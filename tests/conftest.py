@@ -1,5 +1,6 @@
 """Give all machines the same property-test examples, threads and Ctrl-C handling."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # shells start background jobs with SIGINT ignored, and processes that tests interrupt would
     # inherit this
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keep the million objects of a collection, which stay, out of every garbage collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks

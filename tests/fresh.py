@@ -6,6 +6,7 @@ in a new interpreter.
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -52,6 +53,7 @@ def _server() -> subprocess.Popen[str]:
 def serve() -> None:
     """Fork a process for each job in the input, one after the other."""
     torch.set_num_threads(1)
+    gc.freeze()  # otherwise the first collection of each process would copy what they share
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

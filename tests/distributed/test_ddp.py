@@ -135,13 +135,13 @@ def test_a_training_is_logged_and_goes_on_where_it_was_saved(folder):
 @on_ranks(2)
 def test_a_residual_that_grows_is_told_once():
     torch.manual_seed(0)
-    taught, inputs = torch.nn.Linear(64, 8), torch.randn(900, 32, 64)
+    taught, inputs = torch.nn.Linear(64, 8), torch.randn(90, 32, 64)
     ddp = DistributedDataParallel(torch.nn.Linear(64, 8))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=2.0)
     given = sparsync.Transport("torch")
     with (
         redirect_stderr(io.StringIO()) as said,
-        sparsync.attach(ddp, optimizer, density=0.01, transport=given),
+        sparsync.attach(ddp, optimizer, density=0.1, transport=given),
     ):
         for x in inputs:
             optimizer.zero_grad()

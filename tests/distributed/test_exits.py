@@ -28,13 +28,17 @@ from tests.on_ranks import on_ranks, refused, same_everywhere
 from .small_model import backward, ddp_model, flat, model
 
 # Both ranks of all jobs are forked from one process, because importing torch takes each of them
-# seconds.  Their interpreters end like any other: they leave the loop, and run the program.
+# seconds, as would a collection of garbage among all that it imports.  Their interpreters end like
+# any other: they leave the loop, and run the program.
 FORKED = """
-import json, os, sys, time
+import gc, json, os, sys, time
+gc.disable()
 import torch
 import torch._dynamo
 import sparsync
 
+gc.freeze()
+gc.enable()
 torch.set_num_threads(1)
 children = []
 for number, (words, environment) in enumerate(json.loads(sys.argv[1])):

@@ -28,7 +28,7 @@ from tests.contracts.table import CALLS, OTHERS, exercise
 from tests.on_ranks import gathered, on_ranks, refused
 
 from .commands import end, run_well, start
-from .test_transports import check_algorithm, check_calls
+from .test_transports import check_calls, check_row, whole_steps
 
 RANKS = 4
 RAW = Raw("value")
@@ -82,7 +82,7 @@ def test_mpi_keeps_the_contract():
         for channel in (0, 5):
             run(testing.exercise_communicator(comm.channel(channel)))
         run(exercise(comm, "dense"))
-        check_algorithm(comm, "budgeted")
+        check_row(comm, "budgeted", whole_steps)
 
 
 @on_ranks(RANKS, mpi=True)

@@ -1,27 +1,30 @@
 """Import in the fork server all that ranks need, so that no rank has to; only the server imports this."""
 
 import gc
+from importlib import import_module
 
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.pipelining
-import torch.distributed.tensor.parallel  # noqa: F401
-
-import sparsync.checkpoint
-import sparsync.gradients.ddp
-import sparsync.gradients.replicas
-import sparsync.published.baselines
-import sparsync.published.oktopk
-import sparsync.published.redsync
-import sparsync.published.sparcml
-import sparsync.published.wagma
-import sparsync.testing
-import sparsync.transports.zmq
-import sparsync.updates.attach
-import sparsync.updates.offload  # noqa: F401
-import tests.distributed.fault_programs
-import tests.on_ranks  # noqa: F401
-
+gc.disable()  # everything imported here stays
+for name in (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "sparsync.checkpoint",
+    "sparsync.gradients.ddp",
+    "sparsync.gradients.replicas",
+    "sparsync.published.baselines",
+    "sparsync.published.oktopk",
+    "sparsync.published.redsync",
+    "sparsync.published.sparcml",
+    "sparsync.published.wagma",
+    "sparsync.testing",
+    "sparsync.transports.zmq",
+    "sparsync.updates.attach",
+    "sparsync.updates.offload",
+    "tests.distributed.fault_programs",
+    "tests.on_ranks",
+):
+    import_module(name)
 # otherwise every rank's first collection would write to, and so copy, all pages that they share
-gc.collect()
 gc.freeze()
+gc.enable()

@@ -8,6 +8,7 @@ messages cross its shaped links.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -201,8 +202,7 @@ def _forked(world_size: int, call: tuple[Any, ...], lab: Lab | None) -> Iterator
     # the parent serves the store on a port chosen by the system, so that jobs do not race for ports and
     # no port is blocked after a crash
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    # sparsync imports torch; making an optimizer imports torch._dynamo, which takes each rank 3 s
-    context = fork_server("sparsync", "torch._dynamo")
+    context = fork_server("sparsync.cli.forked")
     processes, pipes = [], {}
     for rank in range(world_size):
         pipes[rank], theirs = context.Pipe(duplex=False)
@@ -483,4 +483,5 @@ class StartLine:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # nothing imported is garbage, and the last collections of a rank would look through it
     _be_started_by_mpiexec(sys.argv[1])

@@ -244,11 +244,25 @@ class Ledger:
 
     def sent(self, phase: str, nbytes: int, parts: Parts, messages: int = 1) -> None:
         """Record messages that this rank sent."""
-        self._add(phase, Traffic(nbytes, 0, messages, 0, parts))
+        t = self.phases.get(phase) or Traffic()
+        self.phases[phase] = Traffic(
+            t.sent + nbytes,
+            t.received,
+            t.messages_sent + messages,
+            t.messages_received,
+            t.sent_parts + parts,
+        )
 
     def received(self, phase: str, nbytes: int, messages: int = 1) -> None:
         """Record messages that this rank received."""
-        self._add(phase, Traffic(0, nbytes, 0, messages))
+        t = self.phases.get(phase) or Traffic()
+        self.phases[phase] = Traffic(
+            t.sent,
+            t.received + nbytes,
+            t.messages_sent,
+            t.messages_received + messages,
+            t.sent_parts,
+        )
 
     def reduced(self, phase: str, tensor: Tensor, world_size: int) -> None:
         """Record a native allreduce: 2 n (P - 1) / P sent and received."""
@@ -263,7 +277,7 @@ class Ledger:
     def take(self, other: Ledger) -> None:
         """Add the counts of another ledger's current step."""
         for phase, traffic in other.phases.items():
-            self._add(phase, traffic)
+            self.phases[phase] = self.phases.get(phase, Traffic()) + traffic
 
     def spent(self, stage: str, seconds: float) -> None:
         """Record seconds under a stage: real time or, in the simulator, virtual time."""
@@ -291,6 +305,3 @@ class Ledger:
     def total(self) -> Traffic:
         """Return the traffic of the whole run, including the current step."""
         return sum(self.by_phase().values(), Traffic())
-
-    def _add(self, phase: str, traffic: Traffic) -> None:
-        self.phases[phase] = self.phases.get(phase, Traffic()) + traffic

@@ -195,7 +195,7 @@ class _Run:
         self.settings, self.algorithm, self.mean = settings, algorithm, mean
         self.stopped = stopped  # set by Ctrl-C, or when the other run fails
         check_local_ranks()
-        self.context = fork_server("sparsync", "torch._dynamo")
+        self.context = fork_server("sparsync.cli.forked")
         self.random = random.Random(settings.seed)
         self.pipes: dict[int, Connection] = {}
         self.processes: dict[int, Any] = {}

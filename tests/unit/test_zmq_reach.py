@@ -298,3 +298,41 @@ def test_bytes_that_were_changed_on_the_way_end_the_wait(tmp_path, reads):
     first = PORT + 10 + 2 * (reads == "late")  # a port that was just closed cannot be bound again
     with forwarded(ELSEWHERE, "127.0.0.1", (first, first + 1), tampered):
         together(program, 2, port_range=(first, first + 1), timeout=60.0, **options)
+
+
+ACCEPTED, ENDED = zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+@pytest.mark.parametrize("kind", ["a stranger's", "one whose number was a rank's", "a rank's"])
+def test_a_failed_connection_is_a_ranks_only_if_it_stays_open(monkeypatch, kind):
+    """ZeroMQ does not say which connection has failed; a stranger's must not end a job."""
+
+    def program(comm):
+        exchange(comm)
+        if comm.rank == 0:
+            own, (rank,) = comm.mesh, comm.mesh._ranks
+            given = {
+                "a stranger's": [[(FAILED, 0)], [(ENDED, 9999)]],
+                "one whose number was a rank's": [[(ACCEPTED, rank), (FAILED, 0)], []],
+                "a rank's": [[(FAILED, 0)], []],
+            }[kind]
+            real = mesh.happened
+            monkeypatch.setattr(
+                mesh,
+                "happened",
+                lambda events: given.pop(0) if events is own._events and given else real(events),
+            )
+            own._look_at_incoming()
+            own._look_at_incoming()
+            assert own.refusals() == (
+                {} if kind == "a rank's" else {"connections of another protocol": 1}
+            )
+            if kind == "a rank's":
+                with pytest.raises(CommunicationError, match="were changed"):
+                    comm.irecv(1, 1, "p", RAW).wait()
+            else:
+                assert not comm.irecv(1, 1, "p", RAW).poll(0.2)
+        meet(comm)
+
+    together(program, 2, timeout=10.0)

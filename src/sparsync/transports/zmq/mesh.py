@@ -120,7 +120,8 @@ class Mesh:
         self._heard: set[int] = set()  # ranks from which a message has arrived
         self._ended: set[int] = set()  # ranks whose connection has ended, until the next check
         self._foreign = 0  # number of connections of another protocol
-        self._altered = False  # a rank's connection was closed because its bytes were changed
+        # when a connection failed, apparently a rank's, because bytes were changed; None if none has
+        self._suspected: float | None = None
         self._aborted = False
         self._busy = False  # whether a message has arrived since the last check
         self._looked = self._next_look = 0.0
@@ -319,9 +320,10 @@ class Mesh:
             link.look()
         # The end of a connection is reported after its last message.  Receive all messages first, because
         # receives whose message has arrived must not fail.
-        if self._ended or self._altered or self._unreached(now):
+        altered = self._suspected is not None and now > self._suspected + TICK
+        if self._ended or altered or self._unreached(now):
             self.drain()
-        if self._altered:
+        if altered:
             self._break_off_altered()
         for rank in sorted(self._ended):
             self.lose(
@@ -370,7 +372,12 @@ class Mesh:
         for event, value in happened(self._events):
             if event == zmq.EVENT_ACCEPTED:
                 self._connected[value] = time.monotonic()
+                for spoken in (self._spoke, spoke):  # over an earlier connection with this number
+                    spoken.discard(value)
             elif event == zmq.EVENT_DISCONNECTED:
+                if self._suspected is not None and value not in spoke and value not in self._ranks:
+                    self._suspected = None
+                    self._foreign += 1
                 self._connected.pop(value, None)
                 self._spoke.discard(value)
                 spoke.discard(value)
@@ -379,15 +386,16 @@ class Mesh:
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 # The event does not say which connection failed.  As long as any connection has sent
                 # nothing, assume that a stranger's failed, so that no stranger can end the job this way.
+                # For the same reason, a rank's connection is only suspected: a stranger's ends at once,
+                # whereas ZeroMQ leaves a rank's open (``_break_off_altered``).
                 ranks = self._ranks or heard is not None
                 if ranks and self._connected.keys() <= spoke:
-                    self._altered = True
+                    self._suspected = self._suspected or time.monotonic()
                 else:
                     self._foreign += 1
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._foreign += (
-                    1  # the other end noticed first that the protocols differ, and disconnected
-                )
+                # the other end noticed first that the protocols differ, and disconnected
+                self._foreign += 1
 
     def _break_off_altered(self) -> None:
         """End all waits, because a message to this rank is lost and ZeroMQ does not report its sender.
@@ -396,7 +404,7 @@ class Mesh:
         number that would close it).  So in a changing group, this method closes all connections.  The
         peers notice this, and reconnect in the next group.
         """
-        self._altered = False
+        self._suspected = None
         self.mailboxes.break_off(
             "bytes on their way to this rank were changed, so a message was refused; something between "
             "the machines damages them, or somebody tampers with them"

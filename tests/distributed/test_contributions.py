@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsync
 from sparsync.errors import PeerError
-from sparsync.updates import OuterStep
+from sparsync.updates import OUTER_SETTINGS, OuterStep, advice
 from sparsync.updates.gradient_noise import GradientNoise
 from tests.attaching import ONE_BIT
 from tests.on_ranks import gathered, on_ranks, refused, same_everywhere
@@ -180,4 +180,25 @@ def test_data_that_differ_are_said_once(agreement, says):
             optimizer.step()
         assert sync.stats()["agreement"] == agreement
     lines = [line for line in said.getvalue().splitlines() if "hardly agree: 10 %" in line]
+    assert len(lines) == (says if dist.get_rank() == 0 else 0)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(("factor", "period", "says"), [(5.0, 2, 1), (2.0, 2, 0), (5.0, 1, 0)])
+def test_noise_that_calls_for_an_exchange_on_every_step_is_said_once(factor, period, says):
+    net, said = model(), io.StringIO()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    step_rule = OuterStep(**OUTER_SETTINGS["updates"] | {"period": period})
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stderr(said),
+        sparsync.attach(net, optimizer, step_rule),
+    ):
+        patch.setattr(GradientNoise, "lengthening", lambda noise, ranks: factor * ranks / 3)
+        patch.setattr(advice, "_MEASURED", 3)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(net, step, dist.get_rank()).backward()
+            optimizer.step()
+    lines = [line for line in said.getvalue().splitlines() if "5.0 times as long" in line]
     assert len(lines) == (says if dist.get_rank() == 0 else 0)

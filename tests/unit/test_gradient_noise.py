@@ -217,6 +217,18 @@ def test_the_share_is_what_averaging_leaves_of_the_squares():
     assert all(theirs == shares for theirs, _ in others)
 
 
+@pytest.mark.parametrize(
+    ("common", "factor"), [(0.0, 2.0), (1.0, (2 / (1 + 1 / 4)) ** 0.5), (99.0, 1.0)]
+)
+def test_steps_are_lengthened_by_the_root_of_the_ranks_if_gradients_are_only_noise(common, factor):
+    def gradients(rank, at):
+        return {
+            "one": noise(40, 50, seed=100 * at + rank) + common * noise(40, 50, seed=100 * at + 99)
+        }
+
+    assert told_of(gradients, 60, (40, 50)).lengthening(4) == pytest.approx(factor, rel=0.1)
+
+
 def test_rows_of_an_embedding_have_shares_of_their_own():
     """A rare token's gradients are on one rank at a time, and a common one's on all."""
 

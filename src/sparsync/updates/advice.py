@@ -21,12 +21,17 @@ _NEGLIGIBLE: Final = 0.1  # an allreduce below this fraction of a step is not wo
 # The user is warned if less than this fraction of the lasting part of gradients is common to all ranks,
 # i.e. if the parts particular to single ranks are larger.
 _AGREEING: Final = 0.5
+_MEASURED: Final = 300  # steps after which the noise of gradients is considered known
+# If steps are lengthened by at least this factor, the user is advised to exchange on every step.  After
+# 300 steps of ``gpt-1m`` in ``benchmarks/scale.py``, it was 2.6 with 16 ranks, which ended 1.3 % above
+# dense training, and 3.4 with 32 ranks, which ended 3.3 % above.
+_NOISY: Final = 3.0
 _PROBE: Final = 1 << 15  # float32 elements of the allreduce that is timed: 0.1 s at 10 Mbit/s
 
 
 @final
 class Advice:
-    """Warns if the ranks' gradients hardly agree, and recommends plain DDP if it would be as fast."""
+    """Warns if gradients hardly agree; recommends a shorter period, or plain DDP, if that is better."""
 
     def __init__(
         self,
@@ -56,6 +61,22 @@ class Advice:
                 f"the ranks' gradients hardly agree: {100 * agreement:.0f} % of their lasting "
                 "part is common to all, as if their data differed; shuffle the data over ranks, or "
                 "expect more loss than dense training's (docs/optimizers.md)"
+            )
+
+    def on_noise(self) -> None:
+        """Recommend an exchange on every step, once, if the ranks' gradients are almost only noise."""
+        noise, outer = self._noise, self._outer
+        if noise is None or outer.period == 1 or outer.steps - self._began[0] != _MEASURED:
+            return
+        ranks = outer.reducer.comm.world_size
+        factor = noise.lengthening(ranks)
+        if factor >= _NOISY and outer.reducer.comm.rank == 0:
+            say(
+                f"a rank's gradients are almost only noise, so its steps are made {factor:.1f} times as "
+                f"long to make up for the average over {ranks} ranks. An exchange on every step instead "
+                f"of every {outer.period} steps stays closer to dense training's loss, at more bytes: "
+                "give attach OuterStep(**OUTER_SETTINGS['updates'] | {'period': 1}), or each rank larger "
+                "batches (docs/optimizers.md)"
             )
 
     def on_dense(self) -> None:

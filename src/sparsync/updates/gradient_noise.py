@@ -259,6 +259,16 @@ class GradientNoise:
         )
         return common / (common + apart) if apart > least else 1.0
 
+    def lengthening(self, ranks: float) -> float:
+        """Return by how much steps are lengthened, on average over all elements; at most sqrt(P).
+
+        It is 1 if all ranks have equal gradients, and sqrt(P) if they are nothing but noise.
+        """
+        sizes = [local_of(parameter).numel() for parameter in self._parameters]
+        weights = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+        factors = _quotients(*self._squares).clamp(min=1 / ranks).rsqrt()
+        return float((factors * weights).sum() / weights.sum().clamp(min=1.0))
+
     def _find_shares(self) -> None:
         self.shares = {}
         if not self._measured:

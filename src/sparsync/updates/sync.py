@@ -414,6 +414,7 @@ class UpdateSync(Handle):
             self._count_for_node()
         self._count_ranks()
         self._advice.on_agreement()
+        self._advice.on_noise()
         if name := self._weights.strayed():
             say(
                 f"rank {self.reducer.comm.rank}: buffer '{name}' held NaN or Inf when the model was "

@@ -215,7 +215,7 @@ def _described(parameters: Mapping[str, Parameter], option: str) -> str:
 
 def _readers(kind: Any) -> list[_Reader]:
     """Return a reader for each type of value, in the order in which to try them; words come last."""
-    # a string is an annotation that was not evaluated, so the type is unknown, too
+    # the type is unknown; a string is an annotation that was not evaluated
     if isinstance(kind, str) or kind in (Any, Parameter.empty):
         kind = bool | int | float | str | None
     if get_origin(kind) in (Union, types.UnionType):

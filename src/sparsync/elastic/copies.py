@@ -201,24 +201,21 @@ def fetch(
         frames = socket.recv_multipart()
         if len(frames) != 2 or len(frames[0]) != _ASK.size:
             raise WireFormatError(
-                f"what listens at {endpoint} does not answer as a server of copies does"
+                f"the server at {endpoint} does not answer like a server of copies"
             )
         return (*_ASK.unpack(frames[0]), frames[1])
-
-    def told_size() -> tuple[int, int]:
-        told = answer()[3]
-        if len(told) != _ANSWER.size:
-            raise WireFormatError(
-                f"the copy at {endpoint} is announced by {len(told)} bytes; it is corrupt"
-            )
-        return _ANSWER.unpack(told)
 
     try:
         socket.connect(endpoint)
         began, size = time.monotonic(), 0
         while not size:
             ask(b"?", since)
-            step, size = told_size()
+            told = answer()[3]
+            if len(told) != _ANSWER.size:
+                raise WireFormatError(
+                    f"the copy at {endpoint} is announced by {len(told)} bytes; it is corrupt"
+                )
+            step, size = _ANSWER.unpack(told)
             if not size:
                 time.sleep(_LOOK)
             # the copy may take longer than ``timeout``, because the donor makes it only at its next

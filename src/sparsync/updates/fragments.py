@@ -18,6 +18,8 @@ from sparsync.units import Unit, is_finite, local_of, plan_units
 
 __all__ = ["Begin", "Exchange", "Fragment", "Layout", "Scratch", "Weights", "rotate_"]
 
+_ROTATED: Final = 1 << 22  # elements that ``rotate_`` transforms at a time, to limit its memory
+
 Begin = Callable[[], Coroutine[Operation, None, None]]
 
 
@@ -262,9 +264,6 @@ class Exchange:
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in kept.items()}
 
 
-_ROTATED: Final = 1 << 22  # elements that are transformed at a time, to limit the memory
-
-
 @final
 class Scratch:
     """Keeps the memory of exchanges that were applied, so that later exchanges can reuse it.
@@ -291,7 +290,9 @@ def rotate_(flat: Tensor, chunk: int | None, back: bool = False) -> Tensor:
     """Replace each run of ``chunk`` elements with its orthonormal DCT-II; with ``back``, undo this.
 
     The last run may be shorter.  Norms are preserved, and the transform of a sum over ranks is the sum of
-    the transforms.  If ``chunk`` is None, nothing changes.  Cost: ``2 n chunk`` operations.
+    the transforms.  If ``chunk`` is None, nothing changes.
+
+    Cost: ``2 n chunk`` operations; 16 MB of memory, and 64 MB on CUDA.
 
     Example:
         >>> rotate_(torch.ones(6), 4).abs().gt(1e-6).tolist()

@@ -120,7 +120,7 @@ class Mesh:
         self._heard: set[int] = set()  # ranks from which a message has arrived
         self._ended: set[int] = set()  # ranks whose connection has ended, until the next check
         self._foreign = 0  # number of connections of another protocol
-        # when a connection failed, apparently a rank's, because bytes were changed; None if none has
+        # time of a failure that seems to be of a rank's connection, whose bytes were changed; or None
         self._suspected: float | None = None
         self._aborted = False
         self._busy = False  # whether a message has arrived since the last check
@@ -372,7 +372,8 @@ class Mesh:
         for event, value in happened(self._events):
             if event == zmq.EVENT_ACCEPTED:
                 self._connected[value] = time.monotonic()
-                for spoken in (self._spoke, spoke):  # over an earlier connection with this number
+                # an earlier connection, whose number this one got, has sent the messages
+                for spoken in (self._spoke, spoke):
                     spoken.discard(value)
             elif event == zmq.EVENT_DISCONNECTED:
                 if self._suspected is not None and value not in spoke and value not in self._ranks:
